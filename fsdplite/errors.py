@@ -1,0 +1,106 @@
+"""The exception tree. Every error says what was wrong, where, and what to call instead.
+
+All of them derive from :class:`FSDPError`. Those caused by an argument are also ``ValueError``, so code that
+catches ``ValueError`` for bad configuration keeps working.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "FSDPError",
+    "ConfigError",
+    "PolicyError",
+    "WrapError",
+    "ShardedAccessError",
+    "ParameterUseError",
+    "GradientError",
+    "RankMismatchError",
+    "CollectiveError",
+]
+
+
+class FSDPError(RuntimeError):
+    """Base of all errors of this package.
+
+    Args:
+        problem: One sentence: what cannot be.
+        expected: What should have been there.
+        found: What was there.
+        unit: Dotted name of the unit (``""`` is the root).
+        parameter: Original dotted name of the parameter.
+        rank: Rank on which this was seen.
+        cure: What to do about it.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        expected: Any = None,
+        found: Any = None,
+        unit: str | None = None,
+        parameter: str | None = None,
+        rank: int | None = None,
+        cure: str | None = None,
+    ) -> None:
+        self.problem = problem
+        self.unit = unit
+        self.parameter = parameter
+        self.rank = rank
+        self.cure = cure
+        lines = [problem]
+        if expected is not None:
+            lines.append(f"expected: {expected}")
+        if found is not None:
+            lines.append(f"found: {found}")
+        where = []
+        if unit is not None:
+            where.append(f"unit {unit_label(unit)}")
+        if parameter is not None:
+            where.append(f"parameter '{parameter}'")
+        if rank is not None:
+            where.append(f"rank {rank}")
+        if where:
+            lines.append("where: " + ", ".join(where))
+        if cure is not None:
+            lines.append(f"cure: {cure}")
+        super().__init__("\n  ".join(lines))
+
+
+class ConfigError(FSDPError, ValueError):
+    """An option has a value that cannot be used."""
+
+
+class PolicyError(ConfigError):
+    """A wrap policy does not fit the model."""
+
+
+class WrapError(ConfigError):
+    """A module cannot be wrapped the way it was asked for."""
+
+
+class ShardedAccessError(FSDPError):
+    """A sharded parameter was used as if it were whole."""
+
+
+class ParameterUseError(FSDPError):
+    """A gathered parameter was used in a way that cannot survive resharding."""
+
+
+class GradientError(FSDPError):
+    """A gradient is not in the state that the call needs."""
+
+
+class RankMismatchError(FSDPError):
+    """Ranks disagree about the model, the options or the order of units."""
+
+
+class CollectiveError(FSDPError):
+    """A collective failed or did not finish in time."""
+
+
+def unit_label(name: str) -> str:
+    """How a unit is called in messages: its dotted name, or ``(root)``."""
+    return f"'{name}'" if name else "(root)"
