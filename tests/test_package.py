@@ -1,0 +1,211 @@
+"""The package as a whole: which file may import which, how long files are, and what an install needs."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "fsdplite"
+MAX_LINES = 450
+
+# The house of docs/design.md: a module imports from its own row and the rows above it, never from one below.
+# A new file goes into the row of what it needs; `package.*` stands for modules of a package without a row of their own.
+ROWS = (
+    ("errors",),
+    ("layout", "stage", "precision", "policy"),
+    ("trace",),
+    ("collectives", "streams"),
+    ("flat_param",),
+    ("schedule",),
+    ("unit",),
+    ("optim",),
+    ("wrap",),
+    ("inspect",),
+    ("cli", "cli.*"),
+    ("__init__",),
+)
+
+
+def module_files() -> dict[str, Path]:
+    """Every module by its name inside the package: `layout`, `cli` (a package's `__init__`), `__init__` for the root."""
+    files = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
+        if parts[-1] == "__init__" and len(parts) > 1:
+            parts.pop()
+        files[".".join(parts)] = path
+    return files
+
+
+def imported_modules(module: str, path: Path, known: set[str]) -> set[str]:
+    """The package's own modules that a file imports, at its top or inside a function alike."""
+    inside = module.split(".") if path.name == "__init__.py" and module != "__init__" else module.split(".")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                head, _, rest = alias.name.partition(".")
+                if head == "fsdplite":
+                    found.add(rest or "__init__")
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = inside[: len(inside) - (node.level - 1)]
+            elif (node.module or "").partition(".")[0] == "fsdplite":
+                base = []
+            else:
+                continue
+            tail = (node.module or "").split(".") if node.module else []
+            base = base + (tail if node.level else tail[1:])
+            for alias in node.names:
+                submodule = ".".join([*base, alias.name])
+                found.add(submodule if submodule in known else ".".join(base) or "__init__")
+    unknown = found - known
+    assert not unknown, f"fsdplite/{module} imports {sorted(unknown)}, which are not files of the package"
+    return found
+
+
+def import_graph() -> dict[str, set[str]]:
+    files = module_files()
+    return {module: imported_modules(module, path, set(files)) for module, path in files.items()}
+
+
+def row_of(module: str) -> int:
+    for name in (module, module.rpartition(".")[0] + ".*"):
+        for index, row in enumerate(ROWS):
+            if name in row:
+                return index
+    raise AssertionError(f"fsdplite/{module.replace('.', '/')}.py has no row: add it to ROWS and to docs/design.md")
+
+
+def test_imports_point_up() -> None:
+    wrong = [
+        f"{module} imports {target} from a row below"
+        for module, targets in import_graph().items()
+        for target in sorted(targets)
+        if row_of(target) > row_of(module)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_rows_name_files_that_exist() -> None:
+    known = set(module_files())
+    named = {name.removesuffix(".*") for row in ROWS for name in row}
+    assert named <= known, f"ROWS names {sorted(named - known)}, which are not files of the package"
+
+
+def test_imports_make_no_cycle() -> None:
+    graph = import_graph()
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, "import cycle: " + " -> ".join([*path[path.index(module) :], module])
+        if module not in done:
+            for target in sorted(graph[module]):
+                visit(target, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_import_graph_reads_every_form(tmp_path: Path) -> None:
+    source = tmp_path / "save.py"
+    source.write_text(
+        "import torch\nimport fsdplite.layout\nfrom fsdplite import stage\nfrom fsdplite.errors import LayoutError\n"
+        "from .manifest import Manifest\nfrom .. import policy\n\ndef late():\n    from ..trace import Trace\n"
+    )
+    known = {"__init__", "layout", "stage", "errors", "policy", "trace", "checkpoint", "checkpoint.manifest"}
+    expected = {"layout", "stage", "errors", "checkpoint.manifest", "policy", "trace"}
+    assert imported_modules("checkpoint.save", source, known) == expected
+
+
+def test_files_are_short() -> None:
+    repository = PACKAGE.parent
+    folders = (PACKAGE, repository / "tests", repository / "recipes", repository / "scripts")
+    long = {
+        str(path.relative_to(repository)): lines
+        for folder in folders
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.suffix in ("", ".py")
+        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > MAX_LINES
+    }
+    assert not long, f"expected at most {MAX_LINES} lines a file, found {long}; a second concept asks for a second file"
+
+
+def run_python(source: str) -> str:
+    """Runs source in a fresh interpreter that finds this package, and returns what it printed."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment["PYTHONPATH"] = str(PACKAGE.parent)
+    result = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+WITHOUT_NUMPY = '''
+import sys
+
+class NoNumpy:
+    """An import hook under which numpy is not there."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "numpy":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NoNumpy())
+import torch
+import fsdplite as fsdp
+
+fsdp.init_distributed()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+for layer in (model[0], model[2]):
+    fsdp.fsdp_wrap(layer)
+fsdp.fsdp_wrap(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+x = torch.randn(16, 3)
+for _ in range(2):
+    optimizer.zero_grad()
+    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+    loss.backward()
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
+    print(float(loss))
+assert "numpy" not in sys.modules
+'''
+
+
+def test_trains_without_numpy() -> None:
+    first, second = map(float, run_python(WITHOUT_NUMPY).split())
+    assert second < first
+
+
+@pytest.mark.parametrize("statement", ["import fsdplite.cli", "from fsdplite.cli import main; main()"])
+def test_the_command_starts_without_torch(statement: str) -> None:
+    source = f"""
+import sys
+sys.argv = ["fsdplite", "--help"]
+try:
+    {statement}
+except SystemExit as stop:
+    assert stop.code in (None, 0), stop.code
+assert "torch" not in sys.modules, "torch was imported"
+"""
+    printed = run_python(source)
+    if "main()" in statement:
+        assert "fsdplite" in printed
+
+
+def test_version_is_a_release_number() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", run_python("import fsdplite; print(fsdplite.__version__)").strip())
+
+
+def test_the_package_is_typed() -> None:
+    assert (PACKAGE / "py.typed").is_file()
