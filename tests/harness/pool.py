@@ -22,18 +22,7 @@ from tests.harness.worker import RankSetup, worker_main
 PG_TIMEOUT_S = 15.0
 GRACE_S = 4.0
 START_TIMEOUT_S = 60.0
-PRELOADED = (
-    "torch",
-    "torch.distributed",
-    "torch.distributed.device_mesh",
-    "torch.optim",
-    "torch.optim.swa_utils",
-    "torch.utils.checkpoint",
-    "torch._dynamo",
-    "torch._functorch.aot_autograd",
-    "pytest",
-    "tests.harness",
-)
+PRELOADED = ("tests.harness.preload",)
 
 
 class RanksFailed(AssertionError):

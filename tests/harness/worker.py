@@ -54,7 +54,7 @@ def worker_main(setup: RankSetup, connection: Connection) -> None:
     try:
         _join(setup)
         gc.collect()
-        gc.freeze()  # everything imported is permanent: later collections look at a test's own objects only
+        gc.freeze()  # later collections look at a test's own objects only
         connection.send_bytes(pickle.dumps(("ok", None)))
     except BaseException:
         connection.send_bytes(pickle.dumps(("error", traceback.format_exc())))
