@@ -1,4 +1,4 @@
-"""What the modules of a user's model are called, and whether they can be called.
+"""What the modules of a user's model are called, whether they can be called, and how messages list them.
 
 The names and classes here are those the user wrote: compile wrappers and parametrizations do not show.
 """
@@ -6,13 +6,29 @@ The names and classes here are those the user wrote: compile wrappers and parame
 from __future__ import annotations
 
 from collections import Counter
+from difflib import SequenceMatcher, get_close_matches
 from typing import Iterable, Sequence
 
 from torch import nn
 
-__all__ = ["NamedModules", "class_counts", "class_name", "compiled_inner", "has_forward", "user_name"]
+__all__ = [
+    "LISTED",
+    "NamedModules",
+    "class_counts",
+    "class_name",
+    "compiled_inner",
+    "has_forward",
+    "listing",
+    "name_pattern",
+    "nearest_class",
+    "nearest_name",
+    "user_name",
+    "user_names",
+]
 
 NamedModules = Sequence[tuple[str, nn.Module]]
+
+LISTED = 24  # entries a message lists before it counts the rest
 
 
 def has_forward(module: nn.Module, entry_points: Iterable[str] = ()) -> bool:
@@ -54,3 +70,42 @@ def class_counts(named_modules: NamedModules) -> Counter[str]:
     if not modules:
         modules = {id(module): module for _, module in named_modules}
     return Counter(class_name(module) for module in modules.values() if compiled_inner(module) is None)
+
+
+def listing(counts: Counter[str]) -> str:
+    """``Block (x2), Linear``, cut to a readable length."""
+    shown = [name if count == 1 else f"{name} (x{count})" for name, count in list(counts.items())[:LISTED]]
+    rest = len(counts) - len(shown)
+    return (", ".join(shown) or "none") + (f" and {rest} more" if rest else "")
+
+
+def user_names(named_modules: NamedModules) -> list[str]:
+    """The distinct names below the root, as the user knows them."""
+    return list(dict.fromkeys(filter(None, (user_name(name) for name, _ in named_modules))))
+
+
+def name_pattern(name: str) -> str:
+    """``blocks.3.mlp`` as ``blocks.*.mlp``."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def nearest_class(name: str, named_modules: NamedModules) -> str | None:
+    """The class present whose name is most like ``name``, if any is like it."""
+    lower = {present.lower(): present for present in class_counts(named_modules)}
+    near = get_close_matches(name.rpartition(".")[2].lower(), lower, n=1, cutoff=0.5)
+    return lower[near[0]] if near else None
+
+
+def nearest_name(glob: str, names: Sequence[str]) -> str | None:
+    """The module name, or pattern of names, that ``glob`` most likely means; None if there are no names."""
+    patterns = list(dict.fromkeys(map(name_pattern, names))) if "*" in glob else list(names)
+
+    def likeness(candidate: str) -> float:
+        return SequenceMatcher(None, glob, candidate).ratio()
+
+    best = max(patterns, key=likeness, default=None)
+    if best is None or likeness(best) >= 0.6:
+        return best
+    # "layers.*" is meant to be "blocks.*": a wildcard in the same place says more than the letters do.
+    alike = [p for p in patterns if [x == "*" for x in p.split(".")] == [x == "*" for x in glob.split(".")]]
+    return max(alike or patterns, key=likeness)

@@ -6,13 +6,12 @@ The engine and the planner both start here. Nothing is changed: the result only 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterable, Iterator
+from typing import Callable, Iterable
 
-import torch
 from torch import nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from .errors import ConfigError, PolicyError, WrapError
+from .errors import PolicyError, WrapError
+from .module_tree import NESTED, ModuleTree, check_root, join_name, list_children
 from .modules import class_name, compiled_inner, has_forward, user_name
 from .policy import Policy
 
@@ -111,8 +110,8 @@ def partition(
         ConfigError: ``ignored`` holds something that is not a module or parameter of the tree.
     """
     entry_points = tuple(entry_points)
-    _check_root(root, is_unit, entry_points)
-    tree = _Tree(root, ignored, is_unit)
+    check_root(root, is_unit, entry_points)
+    tree = ModuleTree(root, ignored, is_unit)
     warnings: list[str] = []
     unit_ids = {id(root)}
     if policy is not None:
@@ -122,137 +121,10 @@ def partition(
     return _assign(tree, unit_ids, is_owned, warnings)
 
 
-# --- the tree -------------------------------------------------------------------------------------------------------
-
-OURS, NESTED, IGNORED = "ours", "nested", "ignored"
-
-
-@dataclass(eq=False)
-class _Visit:
-    """One path from the root to a module; a module that is used twice is visited twice."""
-
-    name: str
-    module: nn.Module
-    parent: _Visit | None
-    region: str
-    units: tuple[int, ...] = ()  # identities of the units on the path, outermost first
-
-
-class _Tree:
-    """All paths of a model, in ``named_modules(remove_duplicate=False)`` order, and the region each lies in."""
-
-    def __init__(self, root: nn.Module, ignored: Iterable[Any], is_unit: Callable[[nn.Module], bool]) -> None:
-        self.root = root
-        self.is_unit = is_unit
-        ignored = _checked_ignored(ignored)
-        self._ignored_modules = {id(item) for item in ignored if isinstance(item, nn.Module)}
-        self.visits = list(self._walk("", root, None, OURS))
-        self.names: dict[int, list[str]] = {}
-        regions: dict[int, set[str]] = {}
-        for visit in self.visits:
-            self.names.setdefault(id(visit.module), []).append(visit.name)
-            regions.setdefault(id(visit.module), set()).add(visit.region)
-        # What somebody else manages is not ours at any of its places.
-        self.ours = {key for key, found in regions.items() if found == {OURS}}
-        self.nested = {key for key, found in regions.items() if NESTED in found}
-        self.ignored_parameters = {id(item) for item in ignored if isinstance(item, nn.Parameter)}
-        for visit in self.visits:
-            if visit.region == IGNORED:
-                self.ignored_parameters.update(id(p) for p in visit.module._parameters.values() if p is not None)
-        self._check_ignored_present(ignored)
-
-    def _walk(self, name: str, module: nn.Module, parent: _Visit | None, region: str) -> Iterator[_Visit]:
-        _check_module(name, module)
-        if region == NESTED or self.is_unit(module):
-            region = NESTED
-        elif id(module) in self._ignored_modules:
-            region = IGNORED
-        visit = _Visit(name, module, parent, region)
-        yield visit
-        for key, child in module._modules.items():
-            if child is not None:
-                yield from self._walk(_join(name, key), child, visit, region)
-
-    def _check_ignored_present(self, ignored: list[Any]) -> None:
-        holders = {}
-        for visit in self.visits:
-            for key, parameter in visit.module._parameters.items():
-                if parameter is not None:
-                    holders.setdefault(id(parameter), []).append((_join(visit.name, key), visit))
-        for item in ignored:
-            what = _label(item)
-            if item is self.root:
-                raise ConfigError(f"ignored holds the module that is being wrapped: {what}", cure="do not wrap it")
-            found = self.names.get(id(item)) or [name for name, _ in holders.get(id(item), [])]
-            if not found:
-                raise ConfigError(
-                    f"ignored holds something that is not in the model: {what}",
-                    expected=f"modules and parameters of the {class_name(self.root)} that is being wrapped",
-                    cure="take it from the model itself, by attribute or get_submodule(name)",
-                )
-            inside = id(item) in self.nested or any(v.region == NESTED for _, v in holders.get(id(item), []))
-            if inside:
-                raise ConfigError(
-                    f"ignored holds '{found[0]}', which belongs to a unit already: {what}",
-                    cure="pass ignored= to the call that wraps that unit",
-                )
-
-
-def _checked_ignored(ignored: Iterable[Any]) -> list[Any]:
-    if isinstance(ignored, (nn.Module, torch.Tensor, str)):
-        raise ConfigError("ignored takes several modules or parameters", found=_label(ignored), cure="ignored=[...]")
-    items = list(ignored)
-    for item in items:
-        if not isinstance(item, (nn.Module, nn.Parameter)):
-            raise ConfigError(
-                "ignored takes modules and parameters",
-                found=_label(item),
-                cure="pass the object: model.get_submodule(name) or model.get_parameter(name)",
-            )
-    return items
-
-
-def _check_root(root: nn.Module, is_unit: Callable[[nn.Module], bool], entry_points: tuple[str, ...]) -> None:
-    if not isinstance(root, nn.Module):
-        raise WrapError("only an nn.Module can be wrapped", found=_label(root))
-    _check_module("", root)
-    inner = root
-    while inner is not None:
-        if is_unit(inner):
-            raise WrapError(
-                f"the {class_name(root)} given to fsdp_wrap is a unit already",
-                found=f"a {class_name(root)} with {', '.join(dict(inner.named_children())) or 'no children'}",
-                cure="wrap every module once: its parameters have one owner",
-            )
-        inner = compiled_inner(inner)
-    if not has_forward(root, entry_points):
-        raise WrapError(
-            f"the {class_name(root)} given to fsdp_wrap is a container without a forward: nothing would gather it",
-            found=_children("", root),
-            cure="wrap its children, or the module that holds it",
-        )
-
-
-def _check_module(name: str, module: nn.Module) -> None:
-    label = f"'{name}'" if name else "the root"
-    if isinstance(module, torch.jit.ScriptModule):
-        raise WrapError(
-            f"{label} is a TorchScript module ({class_name(module)}): its weights cannot be replaced by slices",
-            cure="wrap the original module and use torch.compile, or keep the scripted one outside the wrapped model",
-        )
-    for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
-            raise WrapError(
-                f"{label} ({class_name(module)}) is lazy: its size is not known before the first forward",
-                parameter=_join(name, key),
-                cure="run one forward on example inputs first, then wrap",
-            )
-
-
 # --- units ----------------------------------------------------------------------------------------------------------
 
 
-def _select(tree: _Tree, policy: Policy, entry_points: tuple[str, ...]) -> set[int]:
+def _select(tree: ModuleTree, policy: Policy, entry_points: tuple[str, ...]) -> set[int]:
     """Identities of the modules below the root that become units, decided bottom-up."""
     compiled = {id(inner) for visit in tree.visits if (inner := compiled_inner(visit.module)) is not None}
     uncalled = _uncalled(tree)
@@ -300,7 +172,7 @@ def _select(tree: _Tree, policy: Policy, entry_points: tuple[str, ...]) -> set[i
     return units
 
 
-def _matches_elsewhere(tree: _Tree, policy: Policy) -> bool:
+def _matches_elsewhere(tree: ModuleTree, policy: Policy) -> bool:
     """Whether the policy matches the root, or modules that are units already or ignored."""
     return any(
         policy.matches(visit.name, visit.module)
@@ -309,7 +181,7 @@ def _matches_elsewhere(tree: _Tree, policy: Policy) -> bool:
     )
 
 
-def _uncalled(tree: _Tree) -> set[int]:
+def _uncalled(tree: ModuleTree) -> set[int]:
     """Modules whose weights their parent reads without calling them; gathering in their call would come too late."""
     found: set[int] = set()
     for visit in tree.visits:
@@ -329,7 +201,7 @@ def _refuse_container(name: str, module: nn.Module, policy: Policy) -> None:
     raise PolicyError(
         f"the policy {policy.describe()} matches '{name}' ({class_name(module)}), a container without a forward:"
         " nothing would gather it",
-        found=_children(name, module),
+        found=list_children(name, module),
         cure=f"wrap the children instead: {instead}" if classes else "wrap the module that holds it",
     )
 
@@ -338,7 +210,7 @@ def _refuse_container(name: str, module: nn.Module, policy: Policy) -> None:
 
 
 def _assign(
-    tree: _Tree, unit_ids: set[int], is_owned: Callable[[nn.Parameter], bool], warnings: list[str]
+    tree: ModuleTree, unit_ids: set[int], is_owned: Callable[[nn.Parameter], bool], warnings: list[str]
 ) -> Partition:
     units: dict[int, UnitSpec] = {}
     nested: dict[int, tuple[str, nn.Module]] = {}
@@ -360,7 +232,7 @@ def _assign(
         for attribute, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            name = _join(visit.name, attribute)
+            name = join_name(visit.name, attribute)
             if visit.region == NESTED:
                 nested_params.setdefault(id(parameter), name)
                 continue
@@ -372,7 +244,7 @@ def _assign(
                 continue
             at = (key, attribute)
             persistent = attribute not in module._non_persistent_buffers_set
-            buffers.setdefault(at, BufferSpec(_join(visit.name, attribute), module, attribute, persistent))
+            buffers.setdefault(at, BufferSpec(join_name(visit.name, attribute), module, attribute, persistent))
             buffer_owners[at] = _common(buffer_owners.get(at, path), path)
 
     for key, spec in params.items():
@@ -413,9 +285,11 @@ def blocks_worth_wrapping(root: nn.Module) -> str | None:
     total = _numel(root)
     best: tuple[int, str] | None = None
     for name, parent in root.named_modules():
+        if parent is not root and not has_forward(parent):
+            continue
         groups: dict[str, list[nn.Module]] = {}
-        for child in dict.fromkeys(parent.children()):
-            if has_forward(child) and any(True for _ in child.parameters()):
+        for child in _callable_children(parent):
+            if any(True for _ in child.parameters()):
                 groups.setdefault(class_name(child), []).append(child)
         for cls, blocks in groups.items():
             numel = _numel(*blocks)
@@ -428,22 +302,13 @@ def blocks_worth_wrapping(root: nn.Module) -> str | None:
     return best[1] if best else None
 
 
+def _callable_children(parent: nn.Module) -> list[nn.Module]:
+    """The nearest modules below ``parent`` that can be units, each once: containers are looked through."""
+    found: dict[nn.Module, None] = {}
+    for child in parent.children():
+        found.update(dict.fromkeys([child] if has_forward(child) else _callable_children(child)))
+    return list(found)
+
+
 def _numel(*modules: nn.Module) -> int:
     return sum({id(p): p.numel() for module in modules for p in module.parameters()}.values())
-
-
-def _join(prefix: str, key: str) -> str:
-    return f"{prefix}.{key}" if prefix else key
-
-
-def _label(item: Any) -> str:
-    if isinstance(item, torch.Tensor):
-        return f"a {type(item).__name__} of shape {tuple(item.shape)}"
-    if isinstance(item, nn.Module):
-        return f"a {class_name(item)}"
-    return repr(item)
-
-
-def _children(name: str, module: nn.Module) -> str:
-    children = [f"{_join(name, key)} ({class_name(child)})" for key, child in module.named_children()]
-    return "its children: " + (", ".join(children[:24]) + (" ..." if len(children) > 24 else "") or "none")

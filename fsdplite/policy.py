@@ -9,22 +9,32 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from difflib import SequenceMatcher, get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, Callable, Sequence
 
 from torch import nn
 
 from .errors import PolicyError
-from .modules import NamedModules, class_counts, class_name, compiled_inner, has_forward, user_name
+from .modules import (
+    LISTED,
+    NamedModules,
+    class_counts,
+    class_name,
+    compiled_inner,
+    has_forward,
+    listing,
+    name_pattern,
+    nearest_class,
+    nearest_name,
+    user_name,
+    user_names,
+)
 
 __all__ = ["Policy", "as_policy", "by_class", "by_name", "by_predicate", "by_size", "from_model"]
 
 # Where a model says which of its modules belong together. Transformers: `_no_split_modules` (None in base classes);
 # diffusers also lists `_repeated_blocks`.
 DECLARATIONS = ("_no_split_modules", "no_split_modules", "_no_split_module_classes", "_repeated_blocks")
-
-_LISTED = 24  # entries an error message lists before it counts the rest
 
 
 class Policy:
@@ -57,7 +67,7 @@ class Policy:
 
     def inventory(self, named_modules: NamedModules) -> str:
         """What is in the model, in the terms of this policy."""
-        return "the classes present are " + _listing(class_counts(named_modules))
+        return "the classes present are " + listing(class_counts(named_modules))
 
     def check(self, named_modules: NamedModules) -> list[str]:
         """Compare the policy with the model it is used for.
@@ -77,7 +87,7 @@ class Policy:
             raise PolicyError(
                 f"the policy {self.describe()} matches no module of the model",
                 found=self.inventory(named_modules),
-                cure="; ".join(hints) or "name a class or a module that is listed above",
+                cure="; ".join(hints) or "name what is listed above",
             )
         return [f"the policy {self.describe()} has an entry without a match: {text}" for text in absent]
 
@@ -137,8 +147,8 @@ class _ByClass(Policy):
         for entry in self.entries:
             if any(_is_of_class(module, entry) for _, module in named_modules):
                 continue
-            near = _nearest_class(entry if isinstance(entry, str) else entry.__name__, named_modules)
-            missing.append(f"no module is of class {_class_label(entry)}" + (f'; use "{near}"' if near else ""))
+            near = nearest_class(entry if isinstance(entry, str) else entry.__name__, named_modules)
+            missing.append(f"no module is of class {_class_label(entry)}" + (f'; use by_class("{near}")' if near else ""))
         return missing
 
 
@@ -165,19 +175,19 @@ class _ByName(Policy):
         return f"by_name({', '.join(map(_quote, self.globs))})"
 
     def absent(self, named_modules: NamedModules) -> list[str]:
-        names = _user_names(named_modules)
+        names = user_names(named_modules)
         missing = []
         for glob in self.globs:
             if not any(_glob_matches(glob, name) for name in names):
-                near = _nearest_name(glob, names)
-                missing.append(f'no module name matches "{glob}"' + (f'; use "{near}"' if near else ""))
+                near = nearest_name(glob, names)
+                missing.append(f'no module name matches "{glob}"' + (f'; use by_name("{near}")' if near else ""))
         return missing
 
     def inventory(self, named_modules: NamedModules) -> str:
-        names = Counter(_user_names(named_modules))
-        if len(names) > _LISTED:
-            names = Counter(_pattern(name) for name in names)
-        return "the names present are " + _listing(names)
+        names = Counter(user_names(named_modules))
+        if len(names) > LISTED:
+            names = Counter(name_pattern(name) for name in names)
+        return "the names present are " + listing(names)
 
 
 class _BySize(Policy):
@@ -195,6 +205,12 @@ class _BySize(Policy):
 
     def describe(self) -> str:
         return f"by_size({self.min_numel})"
+
+    def absent(self, named_modules: NamedModules) -> list[str]:
+        largest = max((_numel(module) for _, module in named_modules if has_forward(module)), default=0)
+        if largest >= self.min_numel:
+            return []
+        return [f"no module holds {self.min_numel:,} elements; use at most by_size({largest})"]
 
     def inventory(self, named_modules: NamedModules) -> str:
         sizes = [(_numel(module), user_name(name)) for name, module in named_modules if has_forward(module)]
@@ -234,6 +250,11 @@ class _ByPredicate(Policy):
                 cure="return a bool",
             )
         return answer
+
+    def absent(self, named_modules: NamedModules) -> list[str]:
+        if any(self.matches(name, module) for name, module in named_modules):
+            return []
+        return ["it is True for no module"]
 
     def describe(self) -> str:
         fn = inspect.unwrap(self.fn)
@@ -400,39 +421,5 @@ def _entry_text(entry: Any) -> str:
     return entry.__name__ if isinstance(entry, type) else repr(entry)
 
 
-def _listing(counts: Counter[str]) -> str:
-    shown = [name if count == 1 else f"{name} (x{count})" for name, count in list(counts.items())[:_LISTED]]
-    rest = len(counts) - len(shown)
-    return (", ".join(shown) or "none") + (f" and {rest} more" if rest else "")
-
-
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _user_names(named_modules: NamedModules) -> list[str]:
-    return list(dict.fromkeys(filter(None, (user_name(name) for name, _ in named_modules))))
-
-
-def _pattern(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def _nearest_class(name: str, named_modules: NamedModules) -> str | None:
-    lower = {present.lower(): present for present in class_counts(named_modules)}
-    near = get_close_matches(name.rpartition(".")[2].lower(), lower, n=1, cutoff=0.5)
-    return lower[near[0]] if near else None
-
-
-def _nearest_name(glob: str, names: Sequence[str]) -> str | None:
-    patterns = list(dict.fromkeys(map(_pattern, names))) if "*" in glob else list(names)
-
-    def likeness(candidate: str) -> float:
-        return SequenceMatcher(None, glob, candidate).ratio()
-
-    best = max(patterns, key=likeness, default=None)
-    if best is None or likeness(best) >= 0.6:
-        return best
-    # "layers.*" is meant to be "blocks.*": a wildcard in the same place says more than the letters do.
-    alike = [p for p in patterns if [x == "*" for x in p.split(".")] == [x == "*" for x in glob.split(".")]]
-    return max(alike or patterns, key=likeness)
