@@ -35,8 +35,8 @@ def has_forward(module: nn.Module, entry_points: Iterable[str] = ()) -> bool:
     """Whether the module can be called: by ``forward``, or by one of ``entry_points``."""
     if type(module).forward is not nn.Module.forward or "forward" in module.__dict__:
         return True
-    # A class with its own __call__ needs no forward.
-    if type(module).__call__ is not nn.Module.__call__:
+    # A class with its own __call__ needs no forward; but in torch's parameter containers it only raises.
+    if type(module).__call__ is not nn.Module.__call__ and not isinstance(module, (nn.ParameterList, nn.ParameterDict)):
         return True
     return any(callable(getattr(type(module), method, None)) for method in entry_points)
 

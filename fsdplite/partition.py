@@ -45,7 +45,7 @@ class ParamSpec:
 
 @dataclass(eq=False)
 class BufferSpec:
-    """One registered buffer: canonical dotted name, the module that holds it, its attribute, and whether it is saved."""
+    """One registered buffer: canonical dotted name, the module and attribute that hold it, and whether it is saved."""
 
     name: str
     module: nn.Module

@@ -148,7 +148,8 @@ class _ByClass(Policy):
             if any(_is_of_class(module, entry) for _, module in named_modules):
                 continue
             near = nearest_class(entry if isinstance(entry, str) else entry.__name__, named_modules)
-            missing.append(f"no module is of class {_class_label(entry)}" + (f'; use by_class("{near}")' if near else ""))
+            hint = f'; use by_class("{near}")' if near else ""
+            missing.append(f"no module is of class {_class_label(entry)}{hint}")
         return missing
 
 
@@ -180,7 +181,8 @@ class _ByName(Policy):
         for glob in self.globs:
             if not any(_glob_matches(glob, name) for name in names):
                 near = nearest_name(glob, names)
-                missing.append(f'no module name matches "{glob}"' + (f'; use by_name("{near}")' if near else ""))
+                hint = f'; use by_name("{near}")' if near else ""
+                missing.append(f'no module name matches "{glob}"{hint}')
         return missing
 
     def inventory(self, named_modules: NamedModules) -> str:
@@ -337,8 +339,10 @@ def as_policy(obj: Any) -> Policy | None:
     """``obj`` if it is a policy or None; anything else is an error that shows the policy that was meant."""
     if obj is None or isinstance(obj, Policy):
         return obj
-    if obj in (by_class, by_name, by_size, by_predicate, from_model):
-        cure = f"call it: {obj.__name__}({'' if obj is from_model else '...'})"
+    if any(obj is constructor for constructor in (by_class, by_name, by_size, by_predicate, from_model)):
+        cure = f"{obj.__name__}({'' if obj is from_model else '...'}): call it"
+    elif isinstance(obj, nn.Module):
+        cure = f"by_class({class_name(obj)})"
     elif isinstance(obj, type):
         cure = f"by_class({obj.__name__})"
     elif isinstance(obj, str):
