@@ -33,7 +33,7 @@ ROWS = (
 
 
 def module_files() -> dict[str, Path]:
-    """Every module by its name inside the package: `layout`, `cli` (a package's `__init__`), `__init__` for the root."""
+    """Every module by its name inside the package: `layout`, `cli` for a package, `__init__` for the root."""
     files = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = list(path.relative_to(PACKAGE).with_suffix("").parts)

@@ -1,0 +1,151 @@
+"""The recipes run as a person runs them, and what they print can be read by a program."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+TINY = ("--size", "tiny", "--block", "32", "--batch", "8", "--steps", "40", "--interval", "10", "--sample", "20")
+
+
+def run_recipe(name: str, *arguments: str, ranks: int = 1) -> str:
+    """What a recipe prints, by plain python for one rank and by torchrun for more."""
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*launcher, str(REPOSITORY / "recipes" / name), *arguments],
+        capture_output=True, text=True, timeout=300, env=environment, check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def train(*arguments: str, ranks: int = 1) -> list[dict]:
+    """The events of a run of train_gpt.py. Every line of its output is one JSON object."""
+    lines = run_recipe("train_gpt.py", "--json", *arguments, ranks=ranks).splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def losses(events: list[dict]) -> list[float]:
+    return [event["loss"] for event in events if event["event"] == "step"]
+
+
+@pytest.fixture(scope="module")
+def recipe() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_gpt", REPOSITORY / "recipes" / "train_gpt.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        del sys.modules[spec.name]
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> list[dict]:
+    return train(*TINY)
+
+
+def test_no_file_is_trained_on_and_held_out(recipe: ModuleType) -> None:
+    train_files, held_out_files = recipe.split_files()
+    assert len(train_files) > 100 and len(held_out_files) > 10
+    assert not set(train_files) & set(held_out_files)
+    assert not [path for path in train_files + held_out_files if {"site-packages", "test", "tests"} & set(path.parts)]
+    total = sum(path.stat().st_size for path in train_files + held_out_files)
+    assert 1_000_000 < total <= 6_000_000
+    assert recipe.split_files() == (train_files, held_out_files)
+
+
+def test_unigram_entropy(recipe: ModuleType) -> None:
+    text = torch.tensor([7] * 4 + [9] * 2 + [11] * 2, dtype=torch.uint8)  # shares 1/2, 1/4, 1/4
+    assert recipe.unigram_entropy(text) == pytest.approx(1.5 * torch.log(torch.tensor(2.0)).item())
+
+
+@pytest.mark.parametrize("world_size, microbatches", [(1, 1), (2, 1), (2, 3), (4, 3)])
+def test_ranks_share_each_global_batch(recipe: ModuleType, world_size: int, microbatches: int) -> None:
+    text = torch.arange(200, dtype=torch.uint8)
+
+    def rows(world_size: int, rank: int, microbatches: int) -> list[tuple[int, ...]]:
+        batches = recipe.Batches(text, 5, 12, microbatches, 0, rank, world_size, torch.device("cpu"))
+        pairs = list(batches(3))
+        assert len(pairs) == microbatches
+        for tokens, targets in pairs:
+            assert tokens.shape == targets.shape == (12 // world_size // microbatches, 5)
+            assert torch.equal(tokens[:, 1:], targets[:, :-1])
+        return [tuple(row.tolist()) for tokens, _ in pairs for row in tokens]
+
+    together = [row for rank in range(world_size) for row in rows(world_size, rank, microbatches)]
+    assert sorted(together) == sorted(rows(1, 0, 1))
+
+
+def test_one_rank_trains(one_rank: list[dict]) -> None:
+    start, *steps, done = one_rank
+    assert start["event"] == "start" and start["world_size"] == 1 and start["stage"] == 3
+    assert 2.5 < start["unigram_entropy"] < 4
+    assert [event["step"] for event in steps] == [10, 20, 30, 40]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
+    assert done["event"] == "done" and done["held_out_loss"] < 5
+    assert done["sample"].startswith("def ") and len(done["sample"]) > 4
+    # Masters and two Adam moments, 12 bytes a parameter: nothing full-size is kept beside them.
+    assert 12 * start["parameters"] <= steps[-1]["rest_bytes"] < 13 * start["parameters"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_ranks_see_what_one_rank_sees(one_rank: list[dict], stage: int) -> None:
+    two_ranks = train(*TINY, "--stage", str(stage), ranks=2)
+    assert losses(two_ranks) == pytest.approx(losses(one_rank), rel=2e-3)
+    parameters, rest_bytes = two_ranks[0]["parameters"], two_ranks[-2]["rest_bytes"]
+    # Per parameter in fp32 with two ranks: masters and moments whole, then halved beside full weights, then halved.
+    expected_bytes = {0: 12, 1: 6 + 4, 2: 6 + 4, 3: 6}[stage] * parameters
+    assert rest_bytes == pytest.approx(expected_bytes, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "option", [("--policy", "linear"), ("--policy", "whole"), ("--accumulation", "2"), ("--precision", "bf16")]
+)
+def test_options_train_alike(one_rank: list[dict], option: tuple[str, str]) -> None:
+    tolerance = 5e-2 if "bf16" in option else 2e-3
+    assert losses(train(*TINY, *option, ranks=2))[:2] == pytest.approx(losses(one_rank)[:2], rel=tolerance)
+
+
+def test_plain_output_is_one_line_per_interval() -> None:
+    lines = run_recipe("train_gpt.py", *TINY).splitlines()
+    steps = [line for line in lines if line.startswith("step ")]
+    assert len(steps) == 4 and all("held-out" in line and "tokens/s" in line for line in steps)
+    assert not any("\x1b" in line for line in lines)
+
+
+def test_a_batch_the_ranks_cannot_share_is_refused() -> None:
+    with pytest.raises(AssertionError, match="--batch: expected a multiple of 1 ranks x 3 microbatches, found 8"):
+        run_recipe("train_gpt.py", *TINY, "--accumulation", "3")
+
+
+@pytest.mark.slow
+def test_default_run_falls_well_below_the_unigram_entropy() -> None:
+    start, *_, done = train("--sample", "0", ranks=2)
+    assert done["held_out_loss"] < 0.75 * start["unigram_entropy"]
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_wrap_by_hand_prints_a_step(ranks: int) -> None:
+    printed = run_recipe("wrap_by_hand.py", ranks=ranks)
+    for unit in ("blocks.0", "blocks.1", "blocks.2"):
+        assert unit in printed
+    assert f"{64 * 256 // ranks} of {64 * 256} elements" in printed
+    if ranks > 1:
+        assert "all-gather" in printed and "reduce-scatter" in printed
