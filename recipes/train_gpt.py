@@ -234,7 +234,8 @@ def live_tensor_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
-    storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    # Called on the base class: slices of a wrapped model refuse to hand out their storage.
+    storages = {s._cdata: s.nbytes() for s in map(torch.Tensor.untyped_storage, tensors)}
     return sum(storages.values())
 
 
