@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Iterator
 
 import pytest
 
@@ -43,11 +44,26 @@ def module_files() -> dict[str, Path]:
     return files
 
 
+def running_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those of `if TYPE_CHECKING:` bodies."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            waiting.extend(node.orelse)
+        else:
+            waiting.extend(ast.iter_child_nodes(node))
+
+
 def imported_modules(module: str, path: Path, known: set[str]) -> set[str]:
-    """The package's own modules that a file imports, at its top or inside a function alike."""
+    """The package's own modules that a file imports when it runs, at its top or inside a function alike.
+
+    What stands under `if TYPE_CHECKING:` names types for a reader and imports nothing.
+    """
     inside = module.split(".") if path.name == "__init__.py" and module != "__init__" else module.split(".")[:-1]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in running_nodes(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 head, _, rest = alias.name.partition(".")
@@ -118,9 +134,10 @@ def test_import_graph_reads_every_form(tmp_path: Path) -> None:
     source = tmp_path / "save.py"
     source.write_text(
         "import torch\nimport fsdplite.layout\nfrom fsdplite import stage\nfrom fsdplite.errors import LayoutError\n"
-        "from .manifest import Manifest\nfrom .. import policy\n\ndef late():\n    from ..trace import Trace\n"
+        "from .manifest import Manifest\nfrom .. import policy\nif TYPE_CHECKING:\n    from ..wrap import fsdp_wrap\n"
+        "def late():\n    from ..trace import Trace\n"
     )
-    known = {"__init__", "layout", "stage", "errors", "policy", "trace", "checkpoint", "checkpoint.manifest"}
+    known = {"__init__", "wrap", "layout", "stage", "errors", "policy", "trace", "checkpoint", "checkpoint.manifest"}
     expected = {"layout", "stage", "errors", "checkpoint.manifest", "policy", "trace"}
     assert imported_modules("checkpoint.save", source, known) == expected
 
