@@ -1,7 +1,7 @@
 """The multi-rank test harness: warm ranks, oracles, and checks that share no code with the library.
 
 Ranks
-    `run(world_size, fn, *args, **kwargs)` calls a module-level `fn` on every rank and returns the results in rank order::
+    `run(world_size, fn, *args, **kwargs)` calls a module-level `fn` on every rank and returns the results by rank::
 
         def body(stage):
             model = fsdp.fsdp_wrap(seeded(MLP), stage=stage)
@@ -17,8 +17,8 @@ Ranks
     An exception, a death by signal or a late answer fails that test alone, with every rank's traceback (and stacks, if
     it hung); those ranks are thrown away. Results must pickle: return numbers or `plain(tensor)`.
 
-    Faults: `run(2, fn, fresh=True, pg_timeout_s=5, absent={1})` uses new ranks with a short timeout, of which rank 1 may
-    sleep or exit (not die of a signal); its result is None. `run(1, fn, group=False)` has no process group.
+    Faults: `run(2, fn, fresh=True, pg_timeout_s=5, absent={1})` uses new ranks with a short timeout, of which rank 1
+    may sleep or exit (not die of a signal); its result is None. `run(1, fn, group=False)` has no process group.
 
     `for_each(combinations, body)` loops inside a rank and names the combination that failed.
 
@@ -49,6 +49,7 @@ from tests.harness.reference import (
     adamw,
     joined,
     local_batch,
+    mean_backward,
     mse,
     sgd,
     stack_batch,
@@ -84,6 +85,7 @@ __all__ = [
     "here",
     "joined",
     "local_batch",
+    "mean_backward",
     "mse",
     "plain",
     "run",

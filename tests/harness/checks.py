@@ -137,11 +137,11 @@ def expect_loud(fn: Callable[[], Any], *needles: str) -> str:
 
 
 def for_each(combinations: Iterable[Any], body: Callable[..., None]) -> None:
-    """Call `body(*combination)` for each; a failure says which one it was."""
+    """Call `body(*combination)` (or `body(combination)`, if that is no tuple) for each; a failure says which it was."""
     for combination in combinations:
         torch.manual_seed(0)
         try:
-            body(*combination)
+            body(*(combination if type(combination) is tuple else (combination,)))
         except BaseException as error:
             error.add_note(f"in combination {combination!r}")
             raise

@@ -101,6 +101,12 @@ def train_ref(
     train(model, optimizer, (joined(batch_of, step, world_size) for step in steps), loss_of)
 
 
+def mean_backward(model: nn.Module, world_size: int, loss_of_rank: Callable[[nn.Module, int], Tensor]) -> None:
+    """REF for losses that cannot be joined: add the mean over ranks of the gradients of `loss_of_rank(model, rank)`."""
+    for rank in range(world_size):
+        (loss_of_rank(model, rank) / world_size).backward()
+
+
 class LowPrecisionReference:
     """REF-LP around `masters`, an fp32 model.
 

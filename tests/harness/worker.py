@@ -75,10 +75,18 @@ def _answer(message: bytes) -> bytes:
         fn, args, kwargs = pickle.loads(message)
         answer = ("ok", fn(*args, **kwargs))
         reply = pickle.dumps(answer)
-    except BaseException:
-        reply = pickle.dumps(("error", traceback.format_exc()))
+    except BaseException as error:
+        reply = pickle.dumps(("error", _describe(error)))
     _reset()
     return reply
+
+
+def _describe(error: BaseException) -> str:
+    """The traceback, from the test's own frames on."""
+    report = traceback.TracebackException.from_exception(error)
+    while len(report.stack) > 1 and report.stack[0].name in ("_answer", "for_each"):
+        del report.stack[0]
+    return "".join(line for line in "".join(report.format()).splitlines(keepends=True) if line.strip(" ^~\n"))
 
 
 def _reset() -> None:

@@ -1,0 +1,255 @@
+"""U. Not every rank, not every step."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdplite as fsdp
+from tests.cases.matrix import WORLD_SIZES, Setup, matrix, wrap
+from tests.harness import (
+    Block,
+    Counts,
+    Stack,
+    Vec,
+    adamw,
+    all_gather_objects,
+    assert_all,
+    assert_parity,
+    assert_rested,
+    expect_loud,
+    for_each,
+    gather,
+    gather_grads,
+    here,
+    local_batch,
+    run,
+    seeded,
+    sgd,
+    stack_batch,
+    train_rank,
+    train_ref,
+)
+
+F64 = torch.float64
+
+
+class Trunk(nn.Linear):
+    """A Linear(4,4) that may own a parameter which nothing uses."""
+
+    def __init__(self, spare: bool) -> None:
+        super().__init__(4, 4, dtype=F64)
+        if spare:
+            self.spare = nn.Parameter(torch.ones(3, dtype=F64))
+
+
+class TwoHeads(nn.Module):
+    def __init__(self, *, run_b: bool, spare: bool) -> None:
+        super().__init__()
+        self.trunk = Trunk(spare)
+        self.a = nn.Linear(4, 2, dtype=F64)
+        self.b = nn.Linear(4, 2, dtype=F64)
+        self.run_b = run_b
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.trunk(x).tanh()
+        if self.run_b:
+            self.b(h)
+        return self.a(h)
+
+
+VARIANTS = ({"run_b": True, "spare": False}, {"run_b": False, "spare": False}, {"run_b": False, "spare": True})
+
+
+def unused_has_no_gradient(setup: Setup) -> None:
+    batch_of = partial(local_batch, fan_in=4, fan_out=2)
+    for variant in VARIANTS:
+        reference, model = seeded(TwoHeads, **variant), seeded(TwoHeads, **variant)
+        start = gather(model)
+        wrap(model, setup, {"block": fsdp.by_class(nn.Linear), "leaf": fsdp.by_class(nn.Linear)})
+        optimizer, ref_optimizer = adamw(model), adamw(reference)
+        train_rank(model, optimizer, range(2), batch_of, here.rank, after_step=lambda model=model: assert_rested(model))
+        train_ref(reference, ref_optimizer, range(2), batch_of, here.world_size)
+        assert_parity(model, reference)
+        full = gather(model)
+        unused = ["b.weight", "b.bias", *(["trunk.spare"] if variant["spare"] else [])]
+        for name in unused:
+            parameter = model.get_parameter(name)
+            assert parameter.grad is None, name
+            assert torch.equal(full[name], start[name]), name
+            assert parameter not in set(optimizer.state), name
+        assert len(ref_optimizer.state) == len(list(model.parameters())) - len(unused)
+        assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_U1_a_parameter_or_unit_that_nobody_used(world_size: int) -> None:
+    run(world_size, for_each, matrix(world_size), unused_has_no_gradient)
+
+
+class Switch(nn.Module):
+    """A deeper variant: which branch is used changes from step to step, equally on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(Block(5) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones((), dtype=F64))
+        self.head = nn.Linear(5, 3, dtype=F64)
+        self.turn = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.branches[self.turn % 3](x)
+        return self.head(x * self.scale if self.turn % 2 else x)
+
+
+def changing_use(setup: Setup) -> None:
+    reference, model = seeded(Switch), seeded(Switch)
+    wrap(model, setup, {"block": fsdp.by_class(Block), "leaf": fsdp.by_class(nn.Linear)})
+    optimizer, ref_optimizer = adamw(model), adamw(reference)
+    for turn in (0, 1, 1, 2, 0, 5):
+        model.turn = reference.turn = turn
+        train_rank(model, optimizer, [turn], stack_batch, here.rank)
+        train_ref(reference, ref_optimizer, [turn], stack_batch, here.world_size)
+        assert_parity(model, reference)
+        assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_U1_what_is_used_changes_between_steps(world_size: int) -> None:
+    run(world_size, for_each, matrix(world_size), changing_use)
+
+
+class Reordered(nn.Module):
+    """Runs its units in the order it is told."""
+
+    def __init__(self, count: int = 2) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(5, 5, dtype=F64) for _ in range(count))
+        self.order: tuple[int, ...] = tuple(range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.units[index](x).tanh()
+        return x
+
+
+def order_changes(orders: tuple[tuple[int, ...], ...], setup: Setup) -> None:
+    count = 1 + max(max(order) for order in orders)
+    reference, model = seeded(Reordered, count), seeded(Reordered, count)
+    wrap(model, setup, {"block": fsdp.by_class(nn.Linear)})
+    optimizer, ref_optimizer = sgd(model), sgd(reference)
+    batch_of = partial(local_batch, fan_in=5, fan_out=5)
+    for step, order in enumerate(orders):
+        model.order = reference.order = order
+        with Counts() as counts:
+            train_rank(model, optimizer, [step], batch_of, here.rank)
+        gathers = all_gather_objects(counts.gathers)
+        assert all(other == gathers[0] for other in gathers), gathers
+        assert_rested(model)
+        train_ref(reference, ref_optimizer, [step], batch_of, here.world_size)
+        assert_parity(model, reference)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_U3_the_order_of_units_changes_between_steps(world_size: int) -> None:
+    alternating = ((0, 1), (1, 0), (0, 1), (1, 0))
+    longer = ((0, 1, 2, 3), (3, 1, 0, 2), (3, 1, 0, 2), (0, 2), (2, 2, 1), (0, 1, 2, 3))
+    setups = [Setup(prefetch=prefetch, reshard=reshard) for prefetch in (1, 2, 0) for reshard in (None, True, False)]
+    run(world_size, for_each, [(orders, s) for orders in (alternating, longer) for s in setups], order_changes)
+
+
+class AnyOrder(nn.Module):
+    """Calls units of equal size in the order given to forward."""
+
+    def __init__(self, names: tuple[str, ...], n: int) -> None:
+        super().__init__()
+        for index, name in enumerate(names):
+            self.add_module(name, Vec(n, 1.0 + index))
+
+    def forward(self, order: tuple[str, ...], c: float) -> Tensor:
+        return sum((getattr(self, name)(c) for name in order), torch.zeros((), dtype=F64))
+
+
+def ranks_disagree(names: tuple[str, ...], n: int, equal_steps: int, setup: Setup) -> None:
+    model = wrap(AnyOrder(names, n), setup, {"block": fsdp.by_class(Vec)})
+    optimizer = sgd(model)
+    for _ in range(equal_steps):
+        optimizer.zero_grad()
+        model(names, 0.0).backward()
+        optimizer.step()
+    order = names if here.rank == 0 else (names[1], names[0], *names[2:])
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(order, 1.0).backward()
+
+    if setup.stage == 3:
+        expect_loud(step, names[0], names[1])
+    else:
+        # Nothing is gathered in an order here: the right gradients are fine too.
+        try:
+            step()
+        except fsdp.FSDPError as error:
+            assert names[0] in str(error) and names[1] in str(error)
+        else:
+            assert_all(gather_grads(model), 1.0)
+    full = gather(model)
+    for index, name in enumerate(names):
+        assert_all({name: full[f"{name}.w"]}, 1.0 + index)
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("equal_steps", [0, 2])
+@pytest.mark.parametrize("names", [("alpha", "beta"), ("first", "second", "third")])
+def test_U4_ranks_run_equal_sized_units_in_a_different_order(names: tuple[str, ...], equal_steps: int) -> None:
+    setups = [Setup(), Setup(prefetch=2, reshard=True), Setup(prefetch=0, reshard=False), Setup(stage=2), Setup(stage=0)]
+    for setup in setups:
+        run(2, ranks_disagree, names, 4, equal_steps, setup, fresh=True, pg_timeout_s=5)
+
+
+class Headless(nn.Module):
+    """As `Stack`, but the root owns nothing: the first unit gathered is a block."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(n))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def one_rank_calls(build: Any, first: str, how: str, steps_before: int) -> tuple[float, str]:
+    model = fsdp.fsdp_wrap(seeded(build, 2), fsdp.by_class(Block))
+    x, _ = stack_batch(0, here.rank)
+    for _ in range(steps_before):
+        model(x).sum().backward()
+        model.zero_grad()
+    if here.rank == here.world_size - 1:
+        if how == "exits":
+            os._exit(0)
+        time.sleep(60)
+    started = time.monotonic()
+    text = expect_loud(lambda: model(x), first)
+    took_s = time.monotonic() - started
+    assert re.search("all.gather", text) and "forward" in text, text
+    assert re.search(rf"missing[^\n;]*\b{here.world_size - 1}\b", text), text
+    assert_rested(model)
+    return took_s, text
+
+
+@pytest.mark.parametrize("how", ["sleeps", "exits"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_U6_only_some_ranks_call_the_model(world_size: int, how: str) -> None:
+    last = {world_size - 1}
+    for case in ((Stack, "root", how, 0), (Headless, "blocks.0", how, 1)):
+        results = run(world_size, one_rank_calls, *case, fresh=True, pg_timeout_s=5, absent=last)
+        assert all(took_s < 15 for took_s, _ in results[:-1])
