@@ -289,6 +289,8 @@ def side_door(setup: Setup) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_P7_a_tensor_leaves_the_forward_by_a_side_door(world_size: int) -> None:
     run(world_size, for_each, matrix(world_size), side_door)
+    if world_size == 1:
+        run(1, for_each, matrix(1), side_door, group=False)
 
 
 class Inplace(nn.Module):

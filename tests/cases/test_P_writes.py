@@ -169,3 +169,5 @@ def initialised_inside(setup: Setup) -> None:
 def test_P5_edits_inside_full_params(world_size: int) -> None:
     for body in (zeroed_everywhere, rank0_decides, nothing_leaks, initialised_inside):
         run(world_size, for_each, matrix(world_size), body)
+        if world_size == 1:
+            run(1, for_each, matrix(1), body, group=False)

@@ -111,6 +111,8 @@ def tied_stays_one(setup: Setup) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_T1_a_weight_used_by_two_units_stays_one_weight(world_size: int) -> None:
     run(world_size, for_each, matrix(world_size), tied_stays_one)
+    if world_size == 1:
+        run(1, for_each, matrix(1), tied_stays_one, group=False)
 
 
 def tied_below_the_root(setup: Setup) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import time
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdplite as fsdp
@@ -209,7 +212,8 @@ def ranks_disagree(names: tuple[str, ...], n: int, equal_steps: int, setup: Setu
 @pytest.mark.parametrize("equal_steps", [0, 2])
 @pytest.mark.parametrize("names", [("alpha", "beta"), ("first", "second", "third")])
 def test_U4_ranks_run_equal_sized_units_in_a_different_order(names: tuple[str, ...], equal_steps: int) -> None:
-    setups = [Setup(), Setup(prefetch=2, reshard=True), Setup(prefetch=0, reshard=False), Setup(stage=2), Setup(stage=0)]
+    setups = [Setup(), Setup(prefetch=2, reshard=True), Setup(prefetch=0, reshard=False), Setup(stage=2)]
+    setups.append(Setup(stage=0))
     for setup in setups:
         run(2, ranks_disagree, names, 4, equal_steps, setup, fresh=True, pg_timeout_s=5)
 
@@ -253,3 +257,44 @@ def test_U6_only_some_ranks_call_the_model(world_size: int, how: str) -> None:
     for case in ((Stack, "root", how, 0), (Headless, "blocks.0", how, 1)):
         results = run(world_size, one_rank_calls, *case, fresh=True, pg_timeout_s=5, absent=last)
         assert all(took_s < 15 for took_s, _ in results[:-1])
+
+
+SCRIPT = """
+import sys, torch, fsdplite as fsdp
+from tests.harness import Block, Stack, seeded
+fsdp.init_distributed(backend="gloo", timeout=5)
+model = fsdp.fsdp_wrap(seeded(Stack, 2), fsdp.by_class(Block))
+if torch.distributed.get_rank() == 1:
+    sys.exit(0)
+model(torch.ones(4, 5, dtype=torch.float64))
+"""
+
+
+def test_U6_a_program_that_does_not_catch_the_error_ends_with_its_traceback() -> None:
+    """As torchrun starts them: whole interpreters, so that their way out is tested as well."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    started = time.monotonic()
+    programs = []
+    for rank in range(2):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
+        programs.append(
+            subprocess.Popen([sys.executable, "-c", SCRIPT], env=environment, stderr=subprocess.PIPE, text=True)
+        )
+    try:
+        outputs = [program.communicate(timeout=40)[1] for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+    assert [program.returncode for program in programs] == [1, 0], outputs
+    assert "CollectiveError" in outputs[0] and "(root)" in outputs[0], outputs[0]
+    assert time.monotonic() - started < 40
