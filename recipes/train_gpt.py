@@ -353,7 +353,7 @@ def main() -> None:
 
     # Loop
     started = interval_started = time.perf_counter()
-    rest_bytes = 0
+    interval_tokens = rest_bytes = 0
     for step in range(args.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
@@ -365,6 +365,7 @@ def main() -> None:
         norm = float(model.clip_grad_norm_(args.clip))
         optimizer.step()
         optimizer.zero_grad()
+        interval_tokens += args.batch * args.block
 
         last = step + 1 == args.steps
         if step == 1 or (last and not rest_bytes):  # by now the optimizer has its state
@@ -372,9 +373,7 @@ def main() -> None:
             rest_bytes = live_tensor_bytes(device) - before_bytes
         report.advance(step_loss, norm)
         if (step + 1) % args.interval == 0 or last:
-            training_s = time.perf_counter() - interval_started
-            steps_done = (step % args.interval) + 1
-            tokens_per_s = steps_done * args.batch * args.block / training_s
+            tokens_per_s = interval_tokens / (time.perf_counter() - interval_started)
             train_loss, held_out_loss = mean_over_ranks(step_loss), evaluate(model, held_out_batches)
             peak = peak_bytes(device)
             report.say(
@@ -384,7 +383,8 @@ def main() -> None:
                 step=step + 1, loss=train_loss, held_out_loss=held_out_loss, grad_norm=norm,
                 lr=learning_rate(step, args), tokens_per_s=tokens_per_s, rest_bytes=rest_bytes, peak_bytes=peak,
             )
-            interval_started = time.perf_counter()
+        if step == 0 or (step + 1) % args.interval == 0:  # the first step also loads and allocates, so it is not timed
+            interval_started, interval_tokens = time.perf_counter(), 0
     trained_s = time.perf_counter() - started
     report.close()
 
