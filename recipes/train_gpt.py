@@ -74,6 +74,7 @@ def options() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of weights, batches and sample")
     add("--interval", type=int, default=50, help="steps between two reports")
     add("--sample", type=int, default=300, help="bytes of text to generate at the end")
+    add("--threads", type=int, default=0, help="CPU threads of a rank; 0 shares the cores among the ranks")
     add("--json", action="store_true", help="report as JSON lines")
     args = parser.parse_args()
     for name in ("block", "steps", "batch", "accumulation", "interval"):
@@ -313,7 +314,7 @@ def main() -> None:
         raise SystemExit(f"--batch: expected a multiple of {ways}, found {args.batch}")
     # Ranks on one machine share its cores; torchrun alone would give each of them a single thread.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    torch.set_num_threads(args.threads or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     torch.manual_seed(args.seed)
 
     # Data

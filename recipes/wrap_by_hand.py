@@ -74,8 +74,8 @@ def main() -> None:
 
     step()  # the first step finds out in which order units run; prefetch follows that order from the second one on
 
-    # Look in the trace for: block 1 being gathered while block 0 runs, the same from the other end in backward, and each
-    # reduce-scatter starting as soon as its unit's last gradient is there, while the next unit is still at work.
+    # Look in the trace for: block 1 being gathered while block 0 runs, the same from the other end in backward, and
+    # each reduce-scatter starting as soon as its unit's last gradient is there, while the next unit is still at work.
     with fsdp.trace(model) as trace:
         step()
     if rank == 0:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TINY = ("--size", "tiny", "--block", "32", "--batch", "8", "--steps", "40", "--interval", "10", "--sample", "20")
+TINY = ("--size", "tiny", "--block", "32", "--batch", "8", "--steps", "40", "--interval", "10", "--sample", "20",
+        "--threads", "1")  # fmt: skip
 
 
 def run_recipe(name: str, *arguments: str, ranks: int = 1) -> str:
