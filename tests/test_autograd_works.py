@@ -1,0 +1,418 @@
+"""What works besides the cases: ways through autograd, hooks, modules that hold their weights in unusual ways."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import fsdplite as fsdp
+from tests.harness import (
+    Block,
+    Stack,
+    Vec,
+    adamw,
+    assert_all,
+    assert_close,
+    assert_parity,
+    assert_rested,
+    for_each,
+    gather_grads,
+    here,
+    joined,
+    local_batch,
+    mse,
+    run,
+    seeded,
+    sgd,
+    stack_batch,
+    train_rank,
+    train_ref,
+)
+
+Step = Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
+
+
+def mean_over_ranks(reference: nn.Module, loss_of: Step, batch_of: Any, step: int) -> None:
+    """REF for losses that are not linear in the batch: each rank's own loss, averaged."""
+    losses = [loss_of(reference, batch_of(step, rank)) for rank in range(here.world_size)]
+    (sum(losses) / here.world_size).backward()
+
+
+# ---- several backwards, several orders
+
+
+def gradient_penalty(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    """The squared norm of the loss's gradient by the input: a double backward through every weight."""
+    x = batch[0].clone().requires_grad_()
+    loss = (model(x) - batch[1]).square().mean()
+    (by_input,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + by_input.square().sum()
+
+
+def norm_of_input_gradient_alone(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    x = batch[0].clone().requires_grad_()
+    (by_input,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return by_input.square().mean()
+
+
+def double_backward(loss_of: Step, policy: Any, reshard: bool | None) -> None:
+    model, reference = seeded(Stack, 2), seeded(Stack, 2)
+    fsdp.fsdp_wrap(model, policy, reshard_after_forward=reshard)
+    optimizer, reference_optimizer = sgd(model), sgd(reference)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, stack_batch(step, here.rank)).backward()
+        optimizer.step()
+        reference_optimizer.zero_grad()
+        mean_over_ranks(reference, loss_of, stack_batch, step)
+        reference_optimizer.step()
+        assert_parity(model, reference)
+        assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_double_backward_through_inputs(world_size: int) -> None:
+    losses = (gradient_penalty, norm_of_input_gradient_alone)
+    combinations = [(loss, policy, None) for loss in losses for policy in (fsdp.by_class("Block"), None)]
+    combinations += [(loss, fsdp.by_class("Linear"), reshard) for loss in losses for reshard in (True, False)]
+    run(world_size, for_each, combinations, double_backward)
+
+
+def gradients_of_inputs_only(policy: Any) -> None:
+    model, reference = seeded(Stack, 2), seeded(Stack, 2)
+    fsdp.fsdp_wrap(model, policy)
+    x, target = stack_batch(0, here.rank)
+    found, expected = [], []
+    for m, out in ((model, found), (reference, expected)):
+        leaf = x.clone().requires_grad_()
+        out.append(torch.autograd.grad((m(leaf) - target).square().mean(), leaf)[0])
+    assert_close(found[0], expected[0])
+    # Nothing of it stays: neither a gradient of a weight nor a full buffer, and the next step is a clean one.
+    assert all(grad is None for grad in gather_grads(model).values())
+    train_rank(model, sgd(model), [1], stack_batch, here.rank)
+    train_ref(reference, sgd(reference), [1], stack_batch, here.world_size)
+    assert_parity(model, reference)
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_of_inputs_only(world_size: int) -> None:
+    run(world_size, for_each, [(fsdp.by_class("Block"),), (None,)], gradients_of_inputs_only)
+
+
+def retained(policy: Any, reshard: bool | None, create_graph: bool, stage: int) -> None:
+    model, reference = seeded(Stack, 2), seeded(Stack, 2)
+    fsdp.fsdp_wrap(model, policy, reshard_after_forward=reshard, stage=stage)
+    optimizer, reference_optimizer = sgd(model), sgd(reference)
+    for step in range(2):
+        for m, o, batch in (
+            (model, optimizer, stack_batch(step, here.rank)),
+            (reference, reference_optimizer, joined(stack_batch, step, here.world_size)),
+        ):
+            o.zero_grad()
+            loss = mse(m, batch)
+            if create_graph:
+                loss.backward(create_graph=True)
+            else:
+                loss.backward(retain_graph=True)
+                loss.backward(retain_graph=True)
+                (3 * loss).backward()
+            del loss
+        # What create_graph hangs on a gradient is not part of its value.
+        for parameter in reference.parameters():
+            parameter.grad = parameter.grad.detach()
+        assert_parity(model, reference)
+        optimizer.step()
+        reference_optimizer.step()
+    assert_parity(model, reference)
+    model.zero_grad()
+    train_rank(model, optimizer, [2], stack_batch, here.rank)
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_retain_graph_and_create_graph(world_size: int) -> None:
+    blocks = fsdp.by_class("Block")
+    combinations = [(blocks, reshard, create, 3) for reshard in (None, True, False) for create in (False, True)]
+    if world_size == 2:
+        combinations += [(blocks, None, create, stage) for create in (False, True) for stage in (0, 1, 2)]
+    run(world_size, for_each, combinations, retained)
+
+
+class TwoOutputs(nn.Module):
+    """Two outputs of two layers, of which the loss may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(5, 5, dtype=torch.float64)
+        self.b = nn.Linear(5, 5, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x), self.b(x)
+
+
+class UsesOne(nn.Module):
+    """Two of them in a row; only one output of each is used, a different one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = TwoOutputs()
+        self.second = TwoOutputs()
+        self.head = nn.Linear(5, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x)[1])[0])
+
+
+def unused_outputs(policy: Any, reshard: bool | None) -> None:
+    model, reference = seeded(UsesOne), seeded(UsesOne)
+    fsdp.fsdp_wrap(model, policy, reshard_after_forward=reshard)
+    train_rank(model, adamw(model), range(2), stack_batch, here.rank)
+    train_ref(reference, adamw(reference), range(2), stack_batch, here.world_size)
+    assert_parity(model, reference)
+    assert gather_grads(model)["first.a.weight"] is None
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_unused_outputs(world_size: int) -> None:
+    combinations = [(fsdp.by_class(TwoOutputs), None), (None, True), (fsdp.by_class(nn.Linear), None)]
+    run(world_size, for_each, combinations, unused_outputs)
+
+
+class Catching(Stack):
+    """Its forward catches what a block raises, and goes on without that block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            try:
+                x = block(x if i != 1 else x[:, :4])  # block 1 does not take four features
+            except RuntimeError:
+                pass
+        return self.head(x)
+
+
+def caught_inside(reshard: bool | None) -> None:
+    model, reference = seeded(Catching, 3), seeded(Catching, 3)
+    fsdp.fsdp_wrap(model, fsdp.by_class("Block"), reshard_after_forward=reshard)
+    train_rank(model, sgd(model), range(2), stack_batch, here.rank)
+    train_ref(reference, sgd(reference), range(2), stack_batch, here.world_size)
+    assert_parity(model, reference)
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_error_caught_inside_the_forward(world_size: int) -> None:
+    run(world_size, for_each, [(None,), (False,)], caught_inside)
+
+
+# ---- hooks
+
+
+def full_weights_in_hooks(when: str, policy: Any, stage: int) -> None:
+    model, reference = seeded(Stack, 2), seeded(Stack, 2)
+    seen: list[str] = []
+
+    def look(kind: str) -> Callable[..., None]:
+        def hook(module: nn.Module, *_: Any) -> None:
+            assert module.linear.weight.shape == (5, 5), (kind, module.linear.weight.shape)
+            assert float(module.linear.weight.abs().sum()) > 0
+            seen.append(kind)
+
+        return hook
+
+    def register() -> None:
+        for block in model.blocks:
+            block.register_forward_pre_hook(look("forward pre"))
+            block.register_forward_hook(look("forward"))
+            block.register_full_backward_pre_hook(look("backward pre"))
+            block.register_full_backward_hook(look("backward"))
+
+    if when == "before":
+        register()
+    fsdp.fsdp_wrap(model, policy, stage=stage)
+    if when == "after":
+        register()
+    train_rank(model, sgd(model), range(2), stack_batch, here.rank)
+    kinds = ["forward pre", "forward"] * 2 + ["backward pre", "backward"] * 2
+    assert seen == kinds * 2, seen
+    train_ref(reference, sgd(reference), range(2), stack_batch, here.world_size)
+    assert_parity(model, reference)
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_module_hooks_see_full_weights(world_size: int) -> None:
+    combinations = [(when, policy, 3) for when in ("before", "after") for policy in (fsdp.by_class("Block"), None)]
+    if world_size == 2:
+        combinations += [("after", fsdp.by_class("Block"), stage) for stage in (0, 1, 2)]
+    run(world_size, for_each, combinations, full_weights_in_hooks)
+
+
+def parameter_hooks(when: str, n: int, stage: int) -> None:
+    """A tensor hook sees this rank's own full gradient and may change it."""
+    model = Vec(n, 1.0)
+    seen: list[Tensor] = []
+
+    def hook(grad: Tensor) -> Tensor:
+        seen.append(grad.detach().clone())
+        return 2 * grad
+
+    if when == "before":
+        model.w.register_hook(hook)
+    fsdp.fsdp_wrap(model, stage=stage)
+    if when == "after":
+        handle = model.w.register_hook(hook)
+    for call in range(2):
+        model.zero_grad()
+        model(here.rank + 1).backward()
+        assert len(seen) == call + 1
+        assert_close(seen[-1], torch.full((n,), here.rank + 1.0, dtype=torch.float64), bitwise=True)
+        assert_all(gather_grads(model), here.world_size + 1)
+    if when == "after":
+        handle.remove()
+        model.zero_grad()
+        model(1.0).backward()
+        assert len(seen) == 2
+        assert_all(gather_grads(model), 1.0)
+    assert_rested(model)
+
+
+def post_accumulate_hooks(when: str, n: int, stage: int) -> None:
+    """The hook runs once per synchronised backward, after the reduction, with the parameter and its slice."""
+    model = Vec(n, 1.0)
+    seen: list[list[float]] = []
+
+    def hook(parameter: nn.Parameter) -> None:
+        assert parameter is model.w
+        assert parameter.grad.shape == parameter.shape
+        seen.append(parameter.grad.tolist())
+
+    if when == "before":
+        model.w.register_post_accumulate_grad_hook(hook)
+    fsdp.fsdp_wrap(model, stage=stage)
+    if when == "after":
+        model.w.register_post_accumulate_grad_hook(hook)
+    local, mean = model.w.numel(), (here.world_size + 1) / 2
+    model(here.rank + 1).backward()
+    assert len(seen) == 1 or not local, seen
+    assert all(values == [mean] * local for values in seen), seen
+    with model.no_sync():
+        model(here.rank + 1).backward()
+    model(here.rank + 1).backward()
+    assert len(seen) == 2 or not local, seen
+    if local:
+        assert seen[-1] == [3 * mean] * local, seen
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_parameter_hooks(world_size: int) -> None:
+    stages = (3, 0, 1, 2) if world_size == 2 else (3,)
+    combinations = [(when, n, stage) for when in ("before", "after") for n in (1, 5) for stage in stages]
+    run(world_size, for_each, combinations, parameter_hooks)
+    run(world_size, for_each, combinations, post_accumulate_hooks)
+
+
+# ---- modules that hold their weights in unusual ways
+
+
+class Parametrized(nn.Module):
+    """Layers whose weight is computed from other parameters, as units and inside units."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        wrap = {"weight_norm": parametrizations.weight_norm, "spectral_norm": parametrizations.spectral_norm}[kind]
+        self.first = wrap(nn.Linear(5, 5, dtype=torch.float64))
+        self.block = Block()
+        wrap(self.block.linear)
+        self.head = nn.Linear(5, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(self.first(x)))
+
+
+def parametrized(kind: str, policy: Any) -> None:
+    model = seeded(Parametrized, kind)
+    reference = copy.deepcopy(model)
+    fsdp.fsdp_wrap(model, policy)
+    train_rank(model, sgd(model), range(3), stack_batch, here.rank)
+    train_ref(reference, sgd(reference), range(3), stack_batch, here.world_size)
+    assert_parity(model, reference)
+    for name, buffer in reference.named_buffers():
+        assert_close(dict(model.named_buffers())[name], buffer, what=name)
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_parametrizations(world_size: int) -> None:
+    policies = (None, fsdp.by_class("Block"), fsdp.by_class("Linear"), fsdp.by_name("first", "block", "head"))
+    combinations = [(kind, policy) for kind in ("weight_norm", "spectral_norm") for policy in policies]
+    run(world_size, for_each, combinations, parametrized)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, which keeps a list of its weights, between two linear ones."""
+
+    def __init__(self, kind: type, **options: Any) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 5, dtype=torch.float64)
+        self.rnn = kind(5, 3, batch_first=True, dtype=torch.float64, **options)
+        self.head = nn.Linear(6 if options.get("bidirectional") else 3, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.rnn(self.first(x).unsqueeze(1).expand(-1, 3, -1))
+        return self.head(out[:, -1])
+
+
+def recurrent(kind: type, options: dict[str, Any], policy: Any) -> None:
+    model, reference = seeded(Recurrent, kind, **options), seeded(Recurrent, kind, **options)
+    fsdp.fsdp_wrap(model, policy)
+    train_rank(model, sgd(model), range(2), local_batch, here.rank)
+    train_ref(reference, sgd(reference), range(2), local_batch, here.world_size)
+    assert_parity(model, reference)
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_recurrent_layers(world_size: int) -> None:
+    deep = {"num_layers": 2, "bidirectional": True}
+    units = fsdp.by_class(nn.RNNBase, nn.Linear)
+    combinations = [(nn.LSTM, {}, None), (nn.LSTM, deep, units), (nn.GRU, {}, units), (nn.GRU, deep, None)]
+    run(world_size, for_each, combinations, recurrent)
+
+
+def sequence() -> nn.Sequential:
+    layers = [nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)]
+    return nn.Sequential(*layers).double()
+
+
+def slices_of_a_sequential() -> None:
+    """A slice is a new container of the same layers: it runs where the layers are units of their own."""
+    model, reference = seeded(sequence), seeded(sequence)
+    fsdp.fsdp_wrap(model, fsdp.by_class(nn.Linear))
+    x, target = local_batch(0, here.rank)
+    part = model[:3]
+    assert type(part).__name__ == "Sequential" and len(part) == 3
+    with torch.no_grad():
+        assert_close(part(x), reference[:3](x))
+    optimizer, reference_optimizer = sgd(model), sgd(reference)
+    (model[3:](model[:3](x)) - target).square().mean().backward()
+    optimizer.step()
+    train_ref(reference, reference_optimizer, [0], local_batch, here.world_size)
+    assert_parity(model, reference)
+    train_rank(model, optimizer, [1], local_batch, here.rank)
+    train_ref(reference, reference_optimizer, [1], local_batch, here.world_size)
+    assert_parity(model, reference)
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_slices_of_a_sequential(world_size: int) -> None:
+    run(world_size, slices_of_a_sequential)
