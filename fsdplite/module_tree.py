@@ -67,7 +67,7 @@ class ModuleTree:
                 yield from self._walk(join_name(name, key), child, visit, region)
 
     def _check_ignored_present(self, ignored: list[Any]) -> None:
-        holders = {}
+        holders: dict[int, list[tuple[str, Visit]]] = {}
         for visit in self.visits:
             for key, parameter in visit.module._parameters.items():
                 if parameter is not None:
@@ -109,7 +109,7 @@ def check_root(root: nn.Module, is_unit: Callable[[nn.Module], bool], entry_poin
     if not isinstance(root, nn.Module):
         raise WrapError("only an nn.Module can be wrapped", found=_label(root))
     _check_module("", root)
-    inner = root
+    inner: nn.Module | None = root
     while inner is not None:
         if is_unit(inner):
             raise WrapError(

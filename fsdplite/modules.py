@@ -98,14 +98,11 @@ def nearest_class(name: str, named_modules: NamedModules) -> str | None:
 
 def nearest_name(glob: str, names: Sequence[str]) -> str | None:
     """The module name, or pattern of names, that ``glob`` most likely means; None if there are no names."""
-    patterns = list(dict.fromkeys(map(name_pattern, names))) if "*" in glob else list(names)
+    candidates = list(dict.fromkeys(map(name_pattern, names))) if "*" in glob else names
 
     def likeness(candidate: str) -> float:
-        return SequenceMatcher(None, glob, candidate).ratio()
+        # "layers.*" is meant to be "blocks.*" rather than "layernorm": a wildcard in the same place counts too.
+        same_shape = [part == "*" for part in candidate.split(".")] == [part == "*" for part in glob.split(".")]
+        return SequenceMatcher(None, glob, candidate).ratio() + 0.25 * same_shape
 
-    best = max(patterns, key=likeness, default=None)
-    if best is None or likeness(best) >= 0.6:
-        return best
-    # "layers.*" is meant to be "blocks.*": a wildcard in the same place says more than the letters do.
-    alike = [p for p in patterns if [x == "*" for x in p.split(".")] == [x == "*" for x in glob.split(".")]]
-    return max(alike or patterns, key=likeness)
+    return max(candidates, key=likeness, default=None)

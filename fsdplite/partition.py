@@ -252,14 +252,14 @@ def _assign(
             _refuse_tie(spec, nested_params.get(key))
         if key not in tree.ignored_parameters:
             units[owners[key][-1]].params.append(spec)
-    for at, spec in buffers.items():
+    for at, buffer_spec in buffers.items():
         if at[0] in tree.ours:
-            units[buffer_owners[at][-1]].buffers.append(spec)
+            units[buffer_owners[at][-1]].buffers.append(buffer_spec)
     return Partition(
         units=list(units.values()),
         nested=list(nested.values()),
         ignored_params=[spec for key, spec in params.items() if key in tree.ignored_parameters],
-        ignored_buffers=[spec for at, spec in buffers.items() if at[0] not in tree.ours],
+        ignored_buffers=[buffer_spec for at, buffer_spec in buffers.items() if at[0] not in tree.ours],
         warnings=warnings,
     )
 
@@ -295,10 +295,8 @@ def blocks_worth_wrapping(root: nn.Module) -> str | None:
             numel = _numel(*blocks)
             if len(blocks) >= 2 and 2 * numel > total and (best is None or numel > best[0]):
                 where = f"'{user_name(name)}'" if user_name(name) else "the model"
-                best = numel, (
-                    f"{len(blocks)} {cls} modules in {where} hold {100 * numel // total}% of the parameters:"
-                    f' wrap each with policy=by_class("{cls}")'
-                )
+                share = f"{len(blocks)} {cls} modules in {where} hold {100 * numel // total}% of the parameters"
+                best = numel, f'{share}: wrap each with policy=by_class("{cls}")'
     return best[1] if best else None
 
 

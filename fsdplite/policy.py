@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections import Counter
 from fnmatch import fnmatchcase
-from typing import Any, Callable, Sequence
+from typing import Any, Callable
 
 from torch import nn
 
@@ -102,7 +102,7 @@ class Policy:
 
 class _Union(Policy):
     def __init__(self, *parts: Policy) -> None:
-        self.parts = [p for part in parts for p in (part.parts if isinstance(part, _Union) else [part])]
+        self.parts: list[Policy] = [p for part in parts for p in (part.parts if isinstance(part, _Union) else [part])]
 
     def bind(self, root: nn.Module) -> Policy:
         return _Union(*(part.bind(root) for part in self.parts))

@@ -138,6 +138,14 @@ def test_padding_is_bounded() -> None:
         assert 0 <= layout.padding_numel < len(shapes) * (alignment - 1) + world_size
 
 
+def test_empty_parameters_cost_nothing() -> None:
+    for shapes, world_size, alignment in samples():
+        layout = FlatLayout(shapes, world_size=world_size, alignment=alignment)
+        without = FlatLayout([s for s in shapes if prod(s)], world_size=world_size, alignment=alignment)
+        assert layout.padded_numel == without.padded_numel
+        assert [slot for slot in layout.slots if slot.numel] == list(without.slots)
+
+
 def test_shards_are_equal_and_tile_the_flat_vector() -> None:
     for shapes, world_size, alignment in samples():
         layout = FlatLayout(shapes, world_size=world_size, alignment=alignment)

@@ -14,7 +14,6 @@ from fsdplite.policy import Policy, by_class, by_name, by_size
 from tests.harness import Block, Stack
 from tests.trees import Bag, Tied, compiled, is_in, linear, owners, refused, units
 
-
 # --- containers -----------------------------------------------------------------------------------------------------
 
 
@@ -81,6 +80,12 @@ def test_L14_existing_units_are_left_as_they_are() -> None:
     found = partition(model, by_class("Block"), is_unit=is_in(*model.blocks))
     assert owners(found) == {"": ["head.weight", "head.bias"]}
     assert found.nested == [("blocks.0", model.blocks[0]), ("blocks.1", model.blocks[1])]
+
+
+def test_buffers_of_existing_units_stay_with_them() -> None:
+    model = Bag(norm=nn.BatchNorm1d(2), own=linear())
+    found = partition(model, None, is_unit=is_in(model.norm))
+    assert found.units[0].buffers == [] and found.ignored_buffers == []
 
 
 def test_nothing_inside_an_existing_unit_is_matched() -> None:
@@ -157,6 +162,17 @@ def test_ignored_may_be_a_generator_and_may_repeat() -> None:
 def test_ignored_is_not_counted_by_size() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(3, 3, bias=False), linear()))
     assert units(partition(model, by_size(2), ignored=[model[0][0]])) == [""]
+    assert units(partition(model, by_size(2), ignored=[model[0][0].weight])) == [""]
+    assert units(partition(model, by_name("0.*"), ignored=[model[0][0].weight])) == ["", "0.1"], "nothing left to own"
+
+
+def test_a_module_that_is_also_used_outside_the_ignored_part_is_ignored() -> None:
+    shared = nn.BatchNorm1d(2)
+    model = Bag(outside=shared, part=Bag(inner=shared), own=linear())
+    found = partition(model, by_class(nn.BatchNorm1d, nn.Linear), ignored=[model.part])
+    assert owners(found) == {"": [], "own": ["own.weight"]}
+    assert [spec.names[0] for spec in found.ignored_params] == ["outside.weight", "outside.bias"]
+    assert len(found.ignored_buffers) == 3
 
 
 @pytest.mark.parametrize("item", ["head", 3, None, torch.ones(2), nn.Linear])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -13,7 +14,6 @@ from fsdplite.partition import blocks_worth_wrapping, partition
 from fsdplite.policy import Policy, by_class, by_name, by_predicate, by_size
 from tests.harness import MLP, Block, Stack
 from tests.trees import Bag, Other, Tied, compiled, linear, owners, refused, units
-
 
 # --- units ----------------------------------------------------------------------------------------------------------
 
@@ -184,13 +184,17 @@ def random_tree(rng: random.Random, depth: int) -> Bag:
     return build(depth)
 
 
+def is_chosen(chosen: set[int], module: nn.Module) -> bool:
+    return id(module) in chosen
+
+
 def test_every_parameter_has_one_owner_that_encloses_all_its_uses() -> None:
     """Checked path by path: the owner is on every path to the parameter, and no unit below the owner is."""
     for seed in range(60):
         rng = random.Random(seed)
         root = random_tree(rng, depth=4)
-        chosen = {id(module) for module in root.modules() if rng.random() < 0.4}
-        found = partition(root, by_predicate(lambda module: id(module) in chosen or module is root))
+        chosen = {id(root), *(id(module) for module in root.modules() if rng.random() < 0.4)}
+        found = partition(root, by_predicate(functools.partial(is_chosen, chosen)))
         owned = [spec for unit in found.units for spec in unit.params]
         assert sorted(map(id, root.parameters())) == sorted(id(spec.parameter) for spec in owned)
         ids = {id(unit.module) for unit in found.units}

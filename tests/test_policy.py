@@ -155,6 +155,12 @@ def test_L1_an_absent_name_lists_what_is_there_and_suggests_the_nearest(wrong: s
     assert "blocks.1.linear" in text and "head" in text
 
 
+def test_a_wildcard_in_the_same_place_counts_more_than_letters() -> None:
+    model = Stack(2)
+    model.layernorm = nn.LayerNorm(5)
+    assert 'by_name("blocks.*")' in error_of(by_name("layers.*"), model)
+
+
 def test_many_names_are_listed_as_patterns() -> None:
     text = error_of(by_name("layers.*"), Stack(40))
     assert "blocks.* (x40), blocks.*.linear (x40), head" in text
