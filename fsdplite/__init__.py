@@ -1,3 +1,71 @@
-"""fsdplite: fully sharded data parallel training for PyTorch, built around a flat parameter per unit."""
+"""fsdplite: fully sharded data parallel training for PyTorch, built around a flat parameter per unit.
+
+``import fsdplite as fsdp``. Names are loaded when they are first used, so that the command line can start without
+importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .errors import FSDPError as FSDPError
+    from .fsdp_unit import FSDPUnit as FSDPUnit
+    from .full import full_grad as full_grad
+    from .full import full_params as full_params
+    from .full import full_state_dict as full_state_dict
+    from .groups import init_distributed as init_distributed
+    from .inspect import trace as trace
+    from .policy import by_class as by_class
+    from .policy import by_name as by_name
+    from .policy import by_predicate as by_predicate
+    from .policy import by_size as by_size
+    from .policy import from_model as from_model
+    from .precision import Precision as Precision
+    from .scaler import LossScaler as LossScaler
+    from .table import summary as summary
+    from .update import mark_updated as mark_updated
+    from .wrap import fsdp_wrap as fsdp_wrap
+
+_HOMES = {
+    "FSDPError": "errors",
+    "FSDPUnit": "fsdp_unit",
+    "LossScaler": "scaler",
+    "Precision": "precision",
+    "by_class": "policy",
+    "by_name": "policy",
+    "by_predicate": "policy",
+    "by_size": "policy",
+    "from_model": "policy",
+    "fsdp_wrap": "wrap",
+    "full_grad": "full",
+    "full_params": "full",
+    "full_state_dict": "full",
+    "init_distributed": "groups",
+    "mark_updated": "update",
+    "summary": "table",
+    "trace": "inspect",
+}
+
+__all__ = sorted(_HOMES) + ["__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        import difflib
+
+        near = difflib.get_close_matches(name, _HOMES, n=1)
+        raise AttributeError(
+            f"module 'fsdplite' has no attribute {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        )
+    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

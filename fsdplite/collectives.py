@@ -1,0 +1,128 @@
+"""The only caller of torch.distributed operations on parameters, gradients and control messages.
+
+Every function returns a :class:`Pending`; ``wait()`` raises a :class:`~fsdplite.errors.CollectiveError` that names
+the unit, the phase, the step and the missing ranks if the collective fails or does not finish in time.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .errors import CollectiveError
+from .groups import Groups
+from .watchdog import Waiting, diagnose, watch
+
+__all__ = ["Pending", "all_gather", "all_reduce", "broadcast", "control_max", "control_texts", "reduce_scatter"]
+
+# torch 2.13 renamed these two and warns on every call of the old names. The name is looked up at each call, so
+# that whoever wraps torch.distributed to count or to log sees the calls.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+class Pending:
+    """A collective under way."""
+
+    __slots__ = ("_groups", "_waiting", "_work", "failed")
+
+    def __init__(self, work: Any, groups: Groups, waiting: Waiting, on_device: bool) -> None:
+        self._work = work
+        self._groups = groups
+        self._waiting = waiting
+        self.failed = False
+        if on_device:
+            watch(work, groups, waiting)
+
+    def wait(self) -> None:
+        """On CPU until it is done; on CUDA the current stream waits."""
+        work, self._work = self._work, None
+        if work is None:
+            return
+        try:
+            work.wait()
+        except RuntimeError as failure:
+            self.failed = True
+            raise diagnose(self._groups, self._waiting, failure) from failure
+
+
+def _start(groups: Groups, waiting: Waiting, tensor: torch.Tensor, call: Any) -> Pending:
+    try:
+        work = call()
+    except RuntimeError as failure:
+        if isinstance(failure, CollectiveError):
+            raise
+        raise diagnose(groups, waiting, failure) from failure
+    return Pending(work, groups, waiting, tensor.is_cuda)
+
+
+def all_gather(full: torch.Tensor, shard: torch.Tensor, groups: Groups, waiting: Waiting) -> Pending:
+    """Gather equal shards into ``full``. ``shard`` may be this rank's own slot of ``full`` (in place)."""
+    name = _ALL_GATHER
+    if full.element_size() == 1 and full.dtype.is_floating_point:
+        full, shard = full.view(torch.uint8), shard.view(torch.uint8)  # fp8 has no transport of its own
+    return _start(
+        groups, waiting, full, lambda: getattr(dist, name)(full, shard, group=groups.shard, async_op=True)
+    )
+
+
+def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, groups: Groups, waiting: Waiting) -> Pending:
+    """Sum ``full`` over the shard group; this rank's slot of the sum goes to ``shard``."""
+    return _start(
+        groups,
+        waiting,
+        full,
+        lambda: getattr(dist, _REDUCE_SCATTER)(
+            shard, full, op=dist.ReduceOp.SUM, group=groups.shard, async_op=True
+        ),
+    )
+
+
+def all_reduce(
+    tensor: torch.Tensor, group: Any, groups: Groups, waiting: Waiting, op: Any = dist.ReduceOp.SUM
+) -> Pending:
+    """Reduce ``tensor`` over ``group`` (one of ``groups``' own), in place."""
+    return _start(groups, waiting, tensor, lambda: dist.all_reduce(tensor, op=op, group=group, async_op=True))
+
+
+def broadcast(tensor: torch.Tensor, groups: Groups, waiting: Waiting) -> None:
+    """Overwrite ``tensor`` with that of the mesh's first rank."""
+    if groups.whole is None:
+        return
+    if tensor.numel() == 0:
+        return
+    if tensor.dtype is torch.bool or (tensor.element_size() == 1 and tensor.dtype.is_floating_point):
+        tensor = tensor.view(torch.uint8)
+    _start(
+        groups, waiting, tensor, lambda: dist.broadcast(tensor, src=groups.ranks[0], group=groups.whole, async_op=True)
+    ).wait()
+
+
+def control_max(values: torch.Tensor, groups: Groups, waiting: Waiting) -> torch.Tensor:
+    """Element-wise maximum over all ranks of the mesh, of a small CPU tensor. Blocks the host."""
+    if groups.control is not None:
+        all_reduce(values, groups.control, groups, waiting, op=dist.ReduceOp.MAX).wait()
+    return values
+
+
+def control_texts(value: Any, groups: Groups, waiting: Waiting) -> list[Any]:
+    """Every rank's JSON value, in rank order of the mesh. For reports of what differs, not for the hot path."""
+    if groups.control is None:
+        return [value]
+    data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+    longest = int(control_max(torch.tensor([data.numel()]), groups, waiting)[0])
+    row = torch.zeros(longest + 8, dtype=torch.uint8)
+    row[:8] = torch.tensor([data.numel()]).view(torch.uint8)
+    row[8 : 8 + data.numel()] = data
+    rows = [torch.empty_like(row) for _ in groups.ranks]
+    _start(
+        groups, waiting, row, lambda: dist.all_gather(rows, row, group=groups.control, async_op=True)
+    ).wait()
+    texts = []
+    for row in rows:
+        count = int(row[:8].view(torch.int64)[0])
+        texts.append(json.loads(bytes(row[8 : 8 + count].tolist()).decode()))
+    return texts

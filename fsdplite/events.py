@@ -1,0 +1,83 @@
+"""Events of a step, in order. A no-op unless somebody listens.
+
+The engine calls :func:`emit` behind ``if events.active is not None``, so an untraced step pays one attribute read
+per event. ``fsdplite.trace(model)`` (in ``inspect``) turns it on for the duration of a ``with`` block.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+
+__all__ = ["Event", "Trace", "active"]
+
+_STORY = {
+    "forward_start": "forward of {unit} starts",
+    "forward_stop": "forward of {unit} is over",
+    "backward_start": "backward reaches {unit}",
+    "all_gather": "{unit}: all-gather of {mib} starts",
+    "cast": "{unit}: full parameters of {mib} copied from the resting shard, no collective",
+    "prefetch": "{unit} is the next one: gathered ahead",
+    "wait": "{unit}: full parameters are there",
+    "reshard": "{unit}: full parameters ({mib}) freed",
+    "reduce_scatter": "{unit}: reduce-scatter of {mib} of gradients starts",
+    "all_reduce": "{unit}: all-reduce of {mib} over the replicas",
+    "reduced": "{unit}: gradient shard of {mib} is final",
+    "check": "all ranks agree on the order of units",
+    "backward_stop": "backward is over, everything rests",
+}
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event.
+
+    Attributes:
+        kind: What happened (see the keys of the story table).
+        unit: Dotted name of the unit, ``""`` for the root.
+        bytes: Size of the data concerned, 0 where there is none.
+        time_ms: Milliseconds since the trace began, on the host's clock.
+        elements: Number of elements on the wire for a collective, else 0.
+    """
+
+    kind: str
+    unit: str
+    bytes: int
+    time_ms: float
+    elements: int = 0
+
+
+class Trace:
+    """The recorded events: readable as a story (``print``) and as JSON lines (:meth:`to_jsonl`)."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._start = time.perf_counter()
+
+    def emit(self, kind: str, unit: str, num_bytes: int = 0, elements: int = 0) -> None:
+        self.events.append(Event(kind, unit, num_bytes, (time.perf_counter() - self._start) * 1e3, elements))
+
+    def to_jsonl(self) -> str:
+        """One JSON object per line."""
+        return "\n".join(json.dumps(asdict(event)) for event in self.events)
+
+    def __str__(self) -> str:
+        lines = []
+        for event in self.events:
+            text = _STORY[event.kind].format(unit=event.unit or "(root)", mib=format_bytes(event.bytes))
+            lines.append(f"{event.time_ms:9.3f} ms  {text}")
+        return "\n".join(lines)
+
+
+def format_bytes(count: int) -> str:
+    """``1536`` as ``1.5 KiB``."""
+    size = float(count)
+    for suffix in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or suffix == "GiB":
+            return f"{size:.0f} {suffix}" if suffix == "B" else f"{size:.1f} {suffix}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+active: Trace | None = None

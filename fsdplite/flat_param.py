@@ -1,0 +1,483 @@
+"""One flat parameter: the resting shard, the full buffer, and what modules see of them.
+
+The shard (the master) owns the storage the optimizer updates: each user parameter is a view of it. The full buffer
+is one storage per flat parameter, created once and resized to nothing while resharded. Autograd keeps views into it
+and the storage object stays, so a gather in backward refills what autograd saved. The engine writes into it through
+``.data`` handles, whose version counters are their own, or autograd would report an in-place change.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Callable
+
+import torch
+from torch import nn
+
+from . import events
+from .collectives import Pending, all_gather
+from .errors import ParameterUseError
+from .gradient import ShardedGrad
+from .gradient_buffer import GradientBuffer
+from .groups import Groups
+from .layout import FlatLayout
+from .parameter import ParameterInfo, ShardedParameter, engine_access
+from .stage import Stage
+from .streams import lane_for
+from .watchdog import Waiting
+
+if TYPE_CHECKING:
+    from .unit import UnitState
+
+__all__ = ["FlatParameter", "FlatSpec", "OWNERS"]
+
+# Which flat parameter a full buffer's storage belongs to: answers "is this tensor a gathered weight?".
+OWNERS: dict[int, FlatParameter] = {}
+
+
+@dataclass
+class FlatSpec:
+    """What a flat parameter is made of.
+
+    Attributes:
+        parameters: The users' parameters, in ``named_parameters`` order, one dtype and one ``requires_grad``.
+        names: For each, all its dotted names; the first is canonical.
+        locations: For each, the places that hold it: (module or its dict of parameters, attribute name).
+        dtype: Of the shard (the master) and of the gradient that the optimizer sees.
+        compute_dtype: Of gathered weights.
+        wire_dtype: Of the gradient reduction.
+        trainable: Whether it has gradients at all.
+    """
+
+    parameters: list[nn.Parameter]
+    names: list[tuple[str, ...]]
+    locations: list[list[tuple[Any, str]]]
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    wire_dtype: torch.dtype
+    trainable: bool
+    shapes: list[torch.Size] = field(default_factory=list)
+
+
+class FlatParameter:
+    """See the module docstring. Created by ``wrap``; afterwards only its unit and the schedule touch it."""
+
+    def __init__(self, spec: FlatSpec, *, groups: Groups, stage: Stage, device: torch.device, unit_name: str) -> None:
+        self.groups = groups
+        self.stage = stage
+        self.device = device
+        self.unit_name = unit_name
+        self.dtype = spec.dtype
+        self.compute_dtype = spec.compute_dtype
+        self.wire_dtype = spec.wire_dtype
+        self.trainable = spec.trainable
+        self.all_names = list(spec.names)
+        self.users: list[nn.Parameter] = list(spec.parameters)
+        shapes = spec.shapes or [p.shape for p in spec.parameters]
+        alignment = max(1, 16 // min(self.dtype.itemsize, self.compute_dtype.itemsize))
+        self.layout = FlatLayout(shapes, world_size=groups.shard_size, alignment=alignment)
+        self.shard = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=device)
+        self.unit: UnitState | None = None
+        self.gather_lane = lane_for(device, "gather")
+        self.generation = 0  # how often the shard has been changed
+        self.gathered_generation = -1  # the generation that the full buffer holds
+        self.unfilled: set[int] = set(range(len(self.users)))  # nobody has given these values yet
+        self._pending: Pending | None = None
+        self._post_accumulate_hooks: dict[int, list[Callable[[torch.Tensor], None]]] = {}
+        self._places = [
+            (_place_of(holder), attribute, index)
+            for index, locations in enumerate(spec.locations)
+            for holder, attribute in locations
+        ]
+        self._bound_full = False
+        self._create_full()
+        self.gradient = GradientBuffer(self) if self.trainable else None
+
+    # ------------------------------------------------------------------ full buffer and its views
+
+    @property
+    def names(self) -> list[str]:
+        """Canonical dotted names."""
+        return [names[0] for names in self.all_names]
+
+    @property
+    def aliases_shard(self) -> bool:
+        """Replicated and not cast: the full buffer is the shard itself and never moves."""
+        return not self.stage.shards_optimizer and self.dtype == self.compute_dtype
+
+    @property
+    def rests_full(self) -> bool:
+        """Stages 1 and 2: the gathered parameters stay, until the shard changes."""
+        return self.aliases_shard or (self.stage.shards_optimizer and not self.stage.shards_parameters)
+
+    @property
+    def full_bytes(self) -> int:
+        return self.layout.padded_numel * self.compute_dtype.itemsize
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _create_full(self) -> None:
+        if self.aliases_shard:
+            full = self.shard.data  # updates of the shard are no writes in forward: a version counter of its own
+        else:
+            full = torch.empty(self.layout.padded_numel, dtype=self.compute_dtype, device=self.device)
+        self._storage = full.untyped_storage()
+        self._full = full.data  # a handle with a version counter of its own
+        start, stop = self.layout.shard_range(self.groups.shard_rank)
+        self._own_slot = self._full[start:stop]
+        self.leaves = [
+            nn.Parameter(full.as_strided(slot.shape, _strides(slot.shape), slot.offset), requires_grad=self.trainable)
+            for slot in self.layout.slots
+        ]
+        self.is_unsharded = self.aliases_shard
+        if not self.aliases_shard:
+            self._storage.resize_(0)
+        self._owner_key = self._storage._cdata
+        OWNERS[self._owner_key] = self
+        self._version = self.leaves[0]._version if self.leaves else 0
+        if self.trainable:
+            ref = weakref.ref(self)
+            for index, leaf in enumerate(self.leaves):
+                leaf.register_post_accumulate_grad_hook(_leaf_hook(ref, index))
+        self._binding = [(place, key, self.users[i], self.leaves[i]) for place, key, i in self._places]
+
+    def __del__(self) -> None:
+        if OWNERS.get(getattr(self, "_owner_key", 0)) is self:
+            del OWNERS[self._owner_key]
+
+    def leaf(self, index: int) -> nn.Parameter:
+        """The full-size leaf that stands in for parameter ``index`` inside its unit."""
+        return self.leaves[index]
+
+    def unshard(self, waiting: Waiting) -> bool:
+        """Start to gather. True if there was anything to do.
+
+        Collective: all-gather of ``layout.padded_numel`` elements over the shard group, in place: the shard is cast
+        straight into this rank's own slot. Memory: ``full_bytes``, until :meth:`reshard`.
+        """
+        if self.is_unsharded and (self.gathered_generation == self.generation or self.aliases_shard):
+            return False
+        with self.gather_lane:
+            if not self.is_unsharded:
+                self._storage.resize_(self.full_bytes)
+            self._own_slot.copy_(self.shard)
+            if self.groups.shard is not None:
+                if events.active is not None:
+                    events.active.emit("all_gather", self.unit_name, self.full_bytes, self.layout.padded_numel)
+                self._pending = all_gather(self._full, self._own_slot, self.groups, waiting)
+            elif events.active is not None:
+                events.active.emit("cast", self.unit_name, self.full_bytes)
+        self.is_unsharded = True
+        self.gathered_generation = self.generation
+        return True
+
+    def wait_unsharded(self) -> None:
+        """The computation may read the full buffer after this."""
+        pending = self._pending
+        if pending is not None:
+            pending.wait()  # a failed gather stays pending: its buffer may still be written to and must not be freed
+            self._pending = None
+        self.gather_lane.compute_waits()
+
+    @property
+    def is_pending(self) -> bool:
+        return self._pending is not None
+
+    def reshard(self) -> None:
+        """Free the full buffer. Views that autograd saved stay valid objects over an empty storage."""
+        if not self.is_unsharded or self.rests_full:
+            return
+        if self._pending is not None:
+            if self._pending.failed:
+                return
+            self.wait_unsharded()
+        with self.gather_lane as lane:
+            lane.wait_for_compute()
+            self._storage.resize_(0)
+        self.is_unsharded = False
+        if events.active is not None:
+            events.active.emit("reshard", self.unit_name, self.full_bytes)
+
+    # ------------------------------------------------------------------ what modules hold
+
+    def bind_full(self) -> None:
+        """Modules see full-size leaves. Raises if a module no longer holds the user's parameter."""
+        if self._bound_full:
+            return
+        for place, key, user, leaf in self._binding:
+            if type(place) is not dict:
+                place = _Attributes(place)
+            if place.get(key) is not user:
+                raise self._replaced(key, place.get(key))
+            place[key] = leaf
+        self._bound_full = True
+
+    def bind_users(self) -> None:
+        """Modules hold the users' sharded parameters again."""
+        if not self._bound_full:
+            return
+        for place, key, user, _ in self._binding:
+            if type(place) is not dict:
+                place = _Attributes(place)
+            place[key] = user
+        self._bound_full = False
+
+    def bind_others(self, replacements: dict[int, nn.Parameter]) -> None:
+        """Modules see these parameters instead, until :meth:`bind_users` (``full_params``)."""
+        for place, key, index in self._places:
+            if index in replacements:
+                (place if type(place) is dict else _Attributes(place))[key] = replacements[index]
+        self._bound_full = True
+
+    def shown(self, index: int) -> Any:
+        """What modules hold for parameter ``index`` at the moment."""
+        place, key = self.locations_of(index)[0]
+        return (place if type(place) is dict else _Attributes(place)).get(key)
+
+    def replaced_inside(self, index: int) -> ParameterUseError:
+        return self._replaced(self.locations_of(index)[0][1], self.shown(index))
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether modules see something else than the users' parameters at the moment."""
+        return self._bound_full
+
+    def locations_of(self, index: int) -> list[tuple[Any, str]]:
+        """Where parameter ``index`` is held, as :class:`FlatSpec` takes it."""
+        return [(place, key) for place, key, i in self._places if i == index]
+
+    def _replaced(self, key: str, found: Any) -> ParameterUseError:
+        name = next(
+            (names[0] for names in self.all_names if any(n.rpartition(".")[2] == key for n in names)), self.names[0]
+        )
+        return ParameterUseError(
+            f"the weight '{name}' was replaced after wrapping",
+            expected="the Parameter object that was there when the module was wrapped",
+            found="nothing" if found is None else f"another {type(found).__name__}",
+            unit=self.unit_name,
+            parameter=name,
+            rank=self.groups.rank,
+            cure="write into the weight inside `with fsdp.full_params(module, writeback=True):` instead of replacing "
+            "it; torch.func.functional_call and re-tying do not work on a wrapped model, do them before wrapping",
+        )
+
+    def check_unwritten(self) -> None:
+        """Raise if the forward wrote into a gathered weight: the change would be lost with the full buffer."""
+        if self.leaves and self.leaves[0]._version != self._version:
+            found, self._version = self.leaves[0]._version, self.leaves[0]._version
+            raise ParameterUseError(
+                "a weight was written in place while its unit ran, and resharding would lose the change",
+                found=f"version {found} of one of {', '.join(self.names[:6])}",
+                unit=self.unit_name,
+                parameter=self.names[0],
+                rank=self.groups.rank,
+                cure="do it outside the forward, inside `with fsdp.full_params(module, writeback=True):`",
+            )
+
+    # ------------------------------------------------------------------ the shard
+
+    def mark_updated(self) -> None:
+        """The shard was changed: whatever holds gathered values is stale."""
+        self.generation += 1
+
+    def mark_filled(self, index: int) -> None:
+        """A parameter that came from the meta device has its values now."""
+        if index in self.unfilled:
+            self.unfilled.discard(index)
+            self.unit.schedule.unfilled.pop(self.names[index], None)
+
+    @torch.no_grad()
+    def place(self, index: int, value: torch.Tensor) -> None:
+        """Write this rank's part of a whole parameter into the shard (cast to the master dtype)."""
+        low, high = self.layout.local_range(index, self.groups.shard_rank)
+        start, stop = self.layout.shard_slice(index, self.groups.shard_rank)
+        if high > low:
+            self.shard[start:stop].copy_(value.detach().reshape(-1)[low:high])
+        self.unfilled.discard(index)
+        self.generation += 1
+
+    @torch.no_grad()
+    def gather_master(self, waiting: Waiting, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """All shards end to end, in the master dtype or another, in memory of its own.
+
+        Collective: all-gather of ``layout.padded_numel`` elements over the shard group.
+        """
+        with torch.inference_mode(False):
+            whole = torch.empty(self.layout.padded_numel, dtype=dtype or self.dtype, device=self.device)
+        start, stop = self.layout.shard_range(self.groups.shard_rank)
+        whole[start:stop].copy_(self.shard)
+        if self.groups.shard is not None:
+            all_gather(whole, whole[start:stop], self.groups, waiting).wait()
+        return whole
+
+    def adopt(self, index: int) -> None:
+        """Make the user's parameter this rank's slice, keeping the object."""
+        user = self.users[index]
+        start, stop = self.layout.shard_slice(index, self.groups.shard_rank)
+        with engine_access(), torch.no_grad(), torch.inference_mode(False):
+            if user.is_meta:  # .data of a meta tensor cannot be set; swapping contents keeps the object
+                real = nn.Parameter(self.shard[start:stop], requires_grad=user.requires_grad)
+                torch.utils.swap_tensors(user, real)
+            user.data = self.shard[start:stop]
+            hooks = user.__dict__.pop("_fsdp_post_hooks", None) or getattr(user, "_post_accumulate_grad_hooks", None)
+            if hooks:
+                self._post_accumulate_hooks[index] = list(hooks.values())
+                user._post_accumulate_grad_hooks = None
+            if user._backward_hooks and self.trainable:
+                for hook in list(user._backward_hooks.values()):
+                    self.leaves[index].register_hook(hook)
+        user._fsdp_info = ParameterInfo(self, index)
+        if type(user) is nn.Parameter:
+            user.__class__ = ShardedParameter
+
+    def set_user_gradient(self, index: int, value: torch.Tensor | None) -> None:
+        """``p.grad = value``: None, or a tensor of this rank's slice."""
+        user = self.users[index]
+        with engine_access():
+            if value is not None and type(value) is torch.Tensor and value.shape == torch.Tensor.size(user):
+                gradient = value.as_subclass(ShardedGrad)
+                gradient._fsdp_ref = weakref.ref(self)
+                gradient._fsdp_index = index
+                gradient._fsdp_shard = None
+                value = gradient
+            user.grad = value
+
+    def add_post_accumulate_hook(self, index: int, hook: Callable[[torch.Tensor], None]) -> Any:
+        hooks = self._post_accumulate_hooks.setdefault(index, [])
+        hooks.append(hook)
+        return _Removable(hooks, hook)
+
+    def run_post_accumulate_hooks(self, indices: list[int]) -> None:
+        if self._post_accumulate_hooks:
+            for index in indices:
+                for hook in list(self._post_accumulate_hooks.get(index, ())):
+                    hook(self.users[index])
+
+    def sync_requires_grad(self) -> bool:
+        """Follow the users' flags. True if a frozen flat parameter has to be split (see ``regroup``)."""
+        changed = False
+        for user, leaf in zip(self.users, self.leaves):
+            wanted = user.requires_grad
+            if wanted is not leaf.requires_grad:
+                if wanted and not self.trainable:
+                    return True
+                leaf.requires_grad_(wanted)
+                changed = True
+        if changed and self.unit is not None:
+            self.unit.count_trainable()
+        return False
+
+    def rename(self, prefix: str) -> None:
+        """Names become relative to an enclosing root."""
+        self.all_names = [tuple(prefix + name for name in names) for names in self.all_names]
+        self.unit_name = (prefix + self.unit_name).rstrip(".")
+
+    # ------------------------------------------------------------------ copies
+
+    def __deepcopy__(self, memo: dict) -> FlatParameter:
+        """A flat parameter with storage, leaves and hooks of its own; its users' copies go into the memo."""
+        if id(self) in memo:
+            return memo[id(self)]
+        copy = FlatParameter.__new__(FlatParameter)
+        memo[id(self)] = copy
+        for name in (
+            "groups", "stage", "device", "unit_name", "dtype", "compute_dtype", "wire_dtype", "trainable", "layout",
+            "gather_lane",
+        ):  # fmt: skip
+            setattr(copy, name, getattr(self, name))
+        copy.all_names = list(self.all_names)
+        copy.shard = self.shard.clone()
+        copy.unit = None
+        copy.generation = 0
+        copy.gathered_generation = -1
+        copy.unfilled = set(self.unfilled)
+        copy._pending = None
+        copy._post_accumulate_hooks = {i: list(hooks) for i, hooks in self._post_accumulate_hooks.items()}
+        copy._bound_full = False
+        copy._places = []
+        copy.users = []
+        for index, user in enumerate(self.users):
+            start, stop = self.layout.shard_slice(index, self.groups.shard_rank)
+            with engine_access(), torch.inference_mode(False), torch.no_grad():
+                twin = nn.Parameter(copy.shard[start:stop], requires_grad=user.requires_grad)
+                for key, value in user.__dict__.items():
+                    if not key.startswith("_fsdp"):
+                        setattr(twin, key, value)
+            twin._fsdp_info = ParameterInfo(copy, index)
+            twin.__class__ = ShardedParameter
+            memo[id(user)] = twin
+            copy.users.append(twin)
+        copy._create_full()
+        for twin, leaf in zip(copy.users, copy.leaves):
+            with engine_access():
+                leaf.requires_grad_(twin.requires_grad)
+        copy.gradient = GradientBuffer(copy) if copy.trainable else None
+        if copy.gradient is not None and self.gradient is not None:
+            copy.gradient.copy_from(self.gradient)
+        return copy
+
+    def locate(self, original: FlatParameter, memo: dict) -> None:
+        """After a deep copy of the modules: find the copied places of the original's users."""
+        self._places = []
+        for place, key, index in original._places:
+            twin = memo.get(id(place)) if type(place) is dict else memo.get(id(place()))
+            if twin is not None:
+                self._places.append((twin if type(place) is dict else weakref.ref(twin), key, index))
+        self._binding = [(place, key, self.users[i], self.leaves[i]) for place, key, i in self._places]
+
+
+class _Attributes:
+    """Writes through ``setattr`` where a module overrides it (RNNs keep a list of their weights beside the dict)."""
+
+    def __init__(self, module: weakref.ref) -> None:
+        self._module = module()
+
+    def get(self, key: str) -> Any:
+        return self._module._parameters.get(key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        setattr(self._module, key, value)
+
+
+class _Removable:
+    """Handle with ``remove()``, as torch's hook registrations return."""
+
+    def __init__(self, hooks: list, hook: Any) -> None:
+        self._hooks = hooks
+        self._hook = hook
+
+    def remove(self) -> None:
+        if self._hook in self._hooks:
+            self._hooks.remove(self._hook)
+
+
+def _place_of(holder: Any) -> Any:
+    """Where to write: the module's dict of parameters, or, if it overrides ``__setattr__``, the module (weakly)."""
+    if not isinstance(holder, nn.Module):
+        return holder  # a place already
+    if type(holder).__setattr__ is nn.Module.__setattr__:
+        return holder._parameters
+    return weakref.ref(holder)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _leaf_hook(ref: weakref.ref, index: int) -> Callable[[torch.Tensor], None]:
+    """Called by autograd when a leaf's gradient is complete. Weak, or the leaf would keep its owner alive."""
+
+    def on_gradient(leaf: torch.Tensor) -> None:
+        gradient = leaf.grad
+        leaf.grad = None
+        flat = ref()
+        if flat is not None and gradient is not None:
+            flat.unit.on_gradient(flat, index, gradient)
+
+    return on_gradient

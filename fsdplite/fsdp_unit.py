@@ -1,0 +1,216 @@
+"""What the user's module becomes: a subclass of its own class, made on the fly.
+
+Overriding ``__call__`` on the class, rather than registering forward hooks, leaves the user's hooks inside, where
+weights are whole, and a compiled block compiled inside. Name and qualified name stay those of the user's class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import ConfigError, FSDPError, WrapError
+from .norm import clip_grad_norm
+from .parameter import LocalSlice, ShardedParameter, engine_access, info_of
+from .unit import UnitState
+
+__all__ = ["FSDPUnit", "become_unit", "state_of"]
+
+
+def state_of(module: nn.Module) -> UnitState | None:
+    """The unit state of a wrapped module; None for a plain one, also a slice or copy of a wrapped class."""
+    return module.__dict__.get("_fsdp")
+
+
+class FSDPUnit:
+    """A wrapped module. Mixed into the module's class by ``fsdp_wrap``; not made by hand."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit = self.__dict__.get("_fsdp")
+        if unit is None:  # a slice of a wrapped Sequential is an instance of the class and no unit
+            return super().__call__(*args, **kwargs)
+        return unit.run(super().__call__, args, kwargs)
+
+    # ------------------------------------------------------------------ training
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate without reducing, at every stage.
+
+        Memory: every unit keeps its whole unsharded gradient in fp32 (4 bytes a parameter) until the next
+        synchronised backward. Without ``no_sync`` micro-batches accumulate in the shard instead.
+        """
+        units = _units_below(self)
+        before = [unit.requires_sync for unit in units]
+        for unit in units:
+            unit.requires_sync = False
+        try:
+            yield
+        finally:
+            for unit, value in zip(units, before):
+                unit.requires_sync = value
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Whether backwards reduce gradients, from now on (see :meth:`no_sync`)."""
+        for unit in _units_below(self):
+            unit.requires_sync = bool(requires_gradient_sync)
+
+    def set_gradient_divide_factor(self, factor: float | None) -> None:
+        """Divide the sum of gradients over all ranks by ``factor``; None is the number of ranks (the mean)."""
+        if factor is not None and not factor > 0:
+            raise ConfigError("the divide factor must be positive", expected="a number > 0 or None", found=factor)
+        _own_state(self).schedule.divide_factor = None if factor is None else float(factor)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their global norm is at most ``max_norm``; return the norm before.
+
+        Args:
+            max_norm: Largest norm.
+            norm_type: Order of the norm; ``float("inf")`` or ``"inf"`` for the maximum.
+
+        Returns:
+            The global norm, a 0-d fp32 tensor with the same value on every rank.
+
+        Raises:
+            GradientError: A gradient is unreduced, because the last backward ran without synchronisation.
+
+        Collective: one all-reduce of one element per distinct shard group. Every rank must call it.
+        """
+        return clip_grad_norm(_own_state(self), _units_below(self), float(max_norm), float(norm_type))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``nn.Module.zero_grad``; also drops unreduced gradients, and full weights kept for a backward."""
+        super().zero_grad(set_to_none=set_to_none)
+        for unit in _units_below(self):
+            for flat in unit.flats:
+                if flat.gradient is not None and flat.gradient.is_pending:
+                    flat.gradient.release()
+        unit = state_of(self)
+        if unit is not None and unit.schedule.root is unit:
+            unit.schedule.rest_all()
+
+    # ------------------------------------------------------------------ state, moves and copies
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Full tensors among the values are replaced by this rank's slices before anything is copied."""
+        unit = state_of(self)
+        if unit is not None:
+            for name, parameter in self.named_parameters(remove_duplicate=False):
+                value = state_dict.get(prefix + name)
+                if type(parameter) is ShardedParameter and isinstance(value, torch.Tensor):
+                    state_dict[prefix + name] = _local_part(value, parameter)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Takes what ``state_dict()`` gave, and full tensors. Values are copied; ``assign=True`` is refused."""
+        if assign and state_of(self) is not None:
+            raise ConfigError(
+                "load_state_dict(assign=True) would replace the sharded parameters",
+                cure="leave assign=False: values are copied into the slices",
+            )
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """``to``, ``half``, ``cuda`` and the like: no-ops pass; a change is refused before anything has changed."""
+        for name, parameter in self.named_parameters():
+            if info_of(parameter) is not None and type(parameter) is ShardedParameter:
+                if fn(parameter) is not parameter:
+                    raise WrapError(
+                        "a wrapped model cannot be moved, cast or emptied",
+                        unit=info_of(parameter).flat.unit_name,
+                        parameter=name,
+                        cure='do it before fsdp_wrap; for low precision ask for fsdp_wrap(..., precision="bf16")',
+                    )
+        return super()._apply(fn, recurse)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        own = getattr(super(), "__deepcopy__", None)
+        if own is not None:
+            return own(memo)
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        for key, value in self.__dict__.items():
+            # The compiled call is bound to the original; the copy compiles its own.
+            twin.__dict__[key] = None if key == "_compiled_call_impl" else copy.deepcopy(value, memo)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if state_of(self) is None:
+            return super().__reduce_ex__(protocol)
+        raise FSDPError(
+            "a wrapped module cannot be pickled: it holds this rank's slices and process groups",
+            unit=state_of(self).name,
+            cure="use fsdp.save_checkpoint(root, model, ...), or write what fsdp.full_state_dict(model) returns",
+        )
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """DistributedDataParallel reads this first; it would broadcast rank 0's slices over everybody's."""
+        raise WrapError(
+            "DistributedDataParallel cannot hold a wrapped model: gradients are averaged already",
+            cure="drop DistributedDataParallel; for plain data parallel training use fsdp_wrap(model, stage=0)",
+        )
+
+
+def _own_state(module: Any) -> UnitState:
+    unit = state_of(module)
+    if unit is None:
+        raise FSDPError(
+            f"this {type(module).__name__} is not a unit",
+            cure="call it on the module that was given to fsdp_wrap",
+        )
+    return unit
+
+
+def _units_below(module: Any) -> list[UnitState]:
+    _own_state(module)
+    return [unit for m in module.modules() if (unit := state_of(m)) is not None]
+
+
+def _local_part(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    info = info_of(parameter)
+    with engine_access():
+        if isinstance(value, LocalSlice) or value.shape != info.full_shape:
+            return value.as_subclass(torch.Tensor) if isinstance(value, LocalSlice) else value
+        low, high = info.flat.layout.local_range(info.index, info.flat.groups.shard_rank)
+        return value.detach().reshape(-1)[low:high].to(parameter.device)
+
+
+_classes: dict[tuple[type, tuple[str, ...]], type] = {}
+
+
+def become_unit(module: nn.Module, unit: UnitState, forward_methods: tuple[str, ...]) -> None:
+    """Swap the module's class and attach the state."""
+    cls = type(module)
+    methods = tuple(name for name in forward_methods if callable(getattr(cls, name, None)))
+    key = (cls, methods)
+    if key not in _classes:
+        namespace: dict[str, Any] = {
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__,
+            "__slots__": (),
+        }
+        for name in methods:
+            namespace[name] = _entry_point(cls, name)
+        _classes[key] = type(cls.__name__, (FSDPUnit, cls), namespace)
+    module.__class__ = _classes[key]
+    module.__dict__["_fsdp"] = unit
+
+
+def _entry_point(cls: type, name: str) -> Any:
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        unit = self.__dict__.get("_fsdp")
+        bound = functools.partial(original, self)
+        return bound(*args, **kwargs) if unit is None else unit.run(bound, args, kwargs)
+
+    return method

@@ -1,0 +1,227 @@
+"""Whole parameters and gradients outside forward: reading, editing, exporting.
+
+The tensors shown here have memory of their own, not the units' full buffers: they live as long as somebody, or
+autograd, holds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .collectives import all_gather, broadcast
+from .errors import ConfigError, FSDPError
+from .flat_param import FlatParameter
+from .fsdp_unit import state_of
+from .gradient import pending_error
+from .parameter import ShardedParameter, engine_access, info_of
+from .watchdog import Waiting
+
+__all__ = ["full_grad", "full_params", "full_state_dict"]
+
+
+@contextlib.contextmanager
+def full_params(module: nn.Module, writeback: bool = False, rank0_writes: bool = False) -> Iterator[None]:
+    """Inside this context the parameters below ``module`` are full tensors, usable in autograd.
+
+    Gradients that reach them arrive in the shards, also when ``backward()`` runs after the context was left. All
+    parameters below ``module`` are whole at the same time: open it on as small a module as will do.
+
+    Args:
+        module: A unit, or any module inside one or around several.
+        writeback: Show the masters (fp32 under a precision policy) and keep what is written into them. Otherwise
+            the compute dtype is shown and edits are lost.
+        rank0_writes: With ``writeback``: the first rank's edits win on every rank.
+
+    Collective: one all-gather per flat parameter; with ``rank0_writes`` one broadcast each on leaving. Every rank
+    must enter and leave together.
+    """
+    if rank0_writes and not writeback:
+        raise ConfigError(
+            "rank0_writes=True without writeback=True would throw the first rank's edits away",
+            cure="pass writeback=True as well",
+        )
+    wanted = _flats_below(module)
+    if not wanted:
+        if not any(state_of(m) is not None for m in module.modules()):
+            raise FSDPError(
+                f"no parameter of this {type(module).__name__} belongs to a unit",
+                cure="give full_params a module that was wrapped, or one inside or around it",
+            )
+        yield
+        return
+    shown: list[tuple[FlatParameter, torch.Tensor, dict[int, nn.Parameter]]] = []
+    try:
+        for flat, indices in wanted:
+            if flat.is_bound and not writeback:
+                continue  # inside the unit's own forward the weights are whole already
+            shown.append(_show(flat, indices, writeback))
+        yield
+        if writeback:
+            for flat, whole, leaves in shown:
+                _write_back(flat, whole, leaves, rank0_writes)
+    finally:
+        for flat, _, _ in shown:
+            flat.bind_users()
+
+
+def _flats_below(module: nn.Module) -> list[tuple[FlatParameter, list[int]]]:
+    found: dict[FlatParameter, list[int]] = {}
+    for m in module.modules():
+        state = state_of(m)
+        if state is not None and not state.is_active:
+            for flat in state.flats:
+                found.setdefault(flat, [])
+    for parameter in module.parameters():
+        info = info_of(parameter)
+        if info is not None and type(parameter) is ShardedParameter:
+            found.setdefault(info.flat, []).append(info.index)
+    return [(flat, indices) for flat, indices in found.items() if indices or flat.is_bound]
+
+
+def _show(
+    flat: FlatParameter, indices: list[int], writeback: bool
+) -> tuple[FlatParameter, torch.Tensor, dict[int, nn.Parameter]]:
+    dtype = flat.dtype if writeback else flat.compute_dtype
+    waiting = Waiting(flat.unit_name, "all-gather in full_params", flat.unit.schedule.step)
+    flat.unit.schedule.agree_on_extra("full_params", flat.unit)
+    whole = flat.gather_master(waiting, dtype)
+    leaves: dict[int, nn.Parameter] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for index in indices:
+            slot = flat.layout.slots[index]
+            view = whole[slot.offset : slot.stop].view(slot.shape)
+            with engine_access():
+                leaf = nn.Parameter(view, requires_grad=flat.users[index].requires_grad)
+            if flat.trainable:
+                leaf.register_post_accumulate_grad_hook(_gradient_of_shown(weakref.ref(flat), index))
+                for hook in (flat.leaves[index]._backward_hooks or {}).values():
+                    leaf.register_hook(hook)
+            leaves[index] = leaf
+    flat.bind_others(leaves)
+    return flat, whole, leaves
+
+
+def _gradient_of_shown(ref: weakref.ref, index: int) -> Any:
+    def on_gradient(leaf: torch.Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        flat = ref()
+        if flat is not None and gradient is not None:
+            flat.unit.on_outside_gradient(flat, index, gradient)
+
+    return on_gradient
+
+
+@torch.no_grad()
+def _write_back(flat: FlatParameter, whole: torch.Tensor, leaves: dict[int, nn.Parameter], rank0: bool) -> None:
+    for index in leaves:
+        slot = flat.layout.slots[index]
+        value = whole[slot.offset : slot.stop]
+        shown = flat.shown(index)
+        if shown is not leaves[index]:
+            raise flat.replaced_inside(index)
+        if leaves[index].data_ptr() != value.data_ptr() and slot.numel:
+            value = leaves[index].detach().to(flat.dtype).reshape(-1).contiguous()  # .data was set to another tensor
+        if rank0:
+            broadcast(value, flat.groups, Waiting(flat.unit_name, "broadcast of rank 0's edits", 0))
+        flat.place(index, value)
+        flat.mark_filled(index)
+
+
+def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
+    """The whole reduced gradient of one parameter, on every rank; None if it has none.
+
+    Args:
+        model: A wrapped model.
+        name: Dotted name, as ``named_parameters()`` gives it.
+
+    Returns:
+        A tensor of ``full_shape`` in the dtype of the parameter (fp32 under a precision policy).
+
+    Collective: one all-gather of the flat parameter's size over the shard group. Every rank must call it.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if name not in parameters:
+        import difflib
+
+        near = difflib.get_close_matches(name, parameters, n=1)
+        raise ConfigError(
+            "there is no such parameter", found=f"'{name}'" + (f" (did you mean '{near[0]}'?)" if near else "")
+        )
+    parameter = parameters[name]
+    info = info_of(parameter)
+    if info is None:
+        return None if parameter.grad is None else parameter.grad.detach().clone()
+    flat = info.flat
+    if flat.gradient is None:
+        return None
+    if flat.gradient.is_pending:
+        flat.gradient.drop_forgotten()
+        if flat.gradient.is_pending:
+            raise pending_error(flat)
+    with engine_access(), torch.no_grad():
+        gradient = flat.users[info.index].grad
+        if gradient is None:
+            return None
+        start, stop = flat.layout.shard_slice(info.index, flat.groups.shard_rank)
+        whole = torch.zeros(flat.layout.padded_numel, dtype=gradient.dtype, device=flat.device)
+        first, last = flat.layout.shard_range(flat.groups.shard_rank)
+        whole[first + start : first + stop].copy_(gradient.as_subclass(torch.Tensor))
+        if flat.groups.shard is not None:
+            waiting = Waiting(flat.unit_name, "all-gather in full_grad", flat.unit.schedule.step)
+            all_gather(whole, whole[first:last], flat.groups, waiting).wait()
+        slot = flat.layout.slots[info.index]
+        return whole[slot.offset : slot.stop].view(slot.shape).clone()
+
+
+def full_state_dict(
+    model: nn.Module, rank0_only: bool = True, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """The whole model's ``state_dict()``, gathered unit by unit into host memory.
+
+    Args:
+        model: A wrapped model, or one that holds wrapped modules.
+        rank0_only: Only the first rank gets it; the others get an empty dict.
+        dtype: Cast floating tensors to this. None: the masters' dtype.
+
+    Returns:
+        Names to CPU tensors, in the order of ``state_dict()``; tied names share one tensor.
+
+    Collective: one all-gather per flat parameter. Every rank must call it. Memory: one flat parameter on the device
+    at a time.
+    """
+    keeps = True
+    values: dict[tuple[int, int], torch.Tensor] = {}
+    for m in model.modules():
+        state = state_of(m)
+        for flat in state.flats if state is not None else ():
+            keeps = not rank0_only or flat.groups.rank == flat.groups.ranks[0]
+            waiting = Waiting(flat.unit_name, "all-gather in full_state_dict", flat.unit.schedule.step)
+            flat.unit.schedule.agree_on_extra("full_state_dict", flat.unit)
+            whole = flat.gather_master(waiting)
+            if not keeps:
+                continue
+            for index, slot in enumerate(flat.layout.slots):
+                values[id(flat), index] = _to_host(whole[slot.offset : slot.stop].view(slot.shape), dtype)
+            del whole
+    result: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        info = info_of(value)
+        if info is not None and (id(info.flat), info.index) in values:
+            result[name] = values[id(info.flat), info.index]
+        elif info is None:
+            result[name] = _to_host(value.detach(), dtype)
+    return result if keeps else {}
+
+
+def _to_host(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    if dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(dtype)
+    return tensor.to("cpu", copy=True)

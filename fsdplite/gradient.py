@@ -1,0 +1,213 @@
+"""Gradients of sharded parameters, as users and torch's own utilities see them.
+
+A :class:`ShardedGrad` is a plain tensor in everything but norms: a norm of a slice is not the norm of the gradient.
+``torch.nn.utils.clip_grad_norm_`` stays right: the norms it takes come back as :class:`PartialNorm`, which only
+the final norm over all of them can turn into a number, with one all-reduce.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Sequence
+
+import torch
+import torch.distributed as dist
+
+from .collectives import all_reduce
+from .errors import GradientError
+from .groups import Groups
+from .parameter import engine_access
+from .watchdog import Waiting
+
+if TYPE_CHECKING:
+    from .flat_param import FlatParameter
+
+__all__ = ["PendingGrad", "ShardedGrad", "combine_norms"]
+
+_VECTOR_NORMS = {"linalg_vector_norm", "vector_norm"}
+_OTHER_NORMS = {
+    "norm", "linalg_norm", "linalg_matrix_norm", "matrix_norm", "nuclear_norm", "frobenius_norm", "dist", "renorm",
+    "renorm_", "normalize", "cdist",
+}  # fmt: skip
+
+
+class ShardedGrad(torch.Tensor):
+    """This rank's slice of a reduced gradient. ``_fsdp_shard`` keeps the shard it is a view of alive.
+
+    ``_fsdp_ref`` is weak: a parameter's ``.grad`` is invisible to the garbage collector, so a strong reference back
+    to the owner would never be found.
+    """
+
+    @property
+    def _fsdp_flat(self) -> FlatParameter:
+        return self._fsdp_ref()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = getattr(func, "__name__", "")
+        kwargs = kwargs or {}
+        if name in _VECTOR_NORMS:
+            return _partial_norm(args, kwargs)
+        if name == "_foreach_norm":
+            ord_ = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+            return [_partial_norm((tensor, ord_), {}) for tensor in args[0]]
+        if name in _OTHER_NORMS:
+            raise _norm_error(_first_sharded(args), name)
+        if name == "_amp_foreach_non_finite_check_and_unscale_":
+            raise _scaler_error(_first_sharded(args))
+        if name in ("zero_", "_foreach_zero_"):
+            _forget_pending(args[0])
+        with engine_access():
+            return func(*args, **kwargs)
+
+
+class PendingGrad(ShardedGrad):
+    """Stands for a gradient that is still unreduced on every rank; setting it to None or to zero drops it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("zero_", "_foreach_zero_"):
+            _forget_pending(args[0])
+            return args[0]
+        if name in ("__get__", "__set__") or name in ("requires_grad_", "detach_", "size", "numel", "dim"):
+            with engine_access():
+                return func(*args, **(kwargs or {}))
+        raise pending_error(_first_sharded(args)._fsdp_flat)
+
+
+class PartialNorm(torch.Tensor):
+    """Norms over this rank's slices: not numbers yet. ``_fsdp_sources`` names the owner of each element."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = getattr(func, "__name__", "")
+        kwargs = kwargs or {}
+        if name in ("to", "__get__"):
+            with engine_access():
+                result = func(*args, **kwargs)
+            return _as_partial(result, args[0]._fsdp_sources) if name == "to" else result
+        if name == "stack":
+            with engine_access():
+                stacked = func(*args, **kwargs)
+            sources = []
+            for norm in args[0]:
+                sources.extend(getattr(norm, "_fsdp_sources", [None]))
+            return _as_partial(stacked, sources)
+        if name in _VECTOR_NORMS and args[0].dim() == 1:
+            ord_ = args[1] if len(args) > 1 else kwargs.get("ord", 2.0)
+            with engine_access():
+                plain = args[0].as_subclass(torch.Tensor)
+            entries = [(source.groups if source else None, plain[i]) for i, source in enumerate(args[0]._fsdp_sources)]
+            return combine_norms(entries, float(ord_), plain.device)
+        if name in ("dim", "ndimension", "size"):
+            with engine_access():
+                return func(*args, **kwargs)
+        source = next((s for s in args[0]._fsdp_sources if s), None) if isinstance(args[0], PartialNorm) else None
+        raise _norm_error_at(source, name)
+
+
+def _as_partial(tensor: torch.Tensor, sources: Sequence[FlatParameter | None]) -> PartialNorm:
+    partial = tensor.as_subclass(PartialNorm)
+    partial._fsdp_sources = list(sources)
+    return partial
+
+
+def combine_norms(
+    entries: Sequence[tuple[Groups | None, torch.Tensor]], norm_type: float, device: torch.device
+) -> torch.Tensor:
+    """The norm over everything, from norms over parts. Entries without groups are the same on every rank.
+
+    Collective: one all-reduce of one element per distinct shard group.
+    """
+    powers: dict[int, tuple[Groups | None, torch.Tensor]] = {}
+    for groups, norm in entries:
+        key = id(groups.shard) if groups is not None and groups.shard is not None else 0
+        value = norm.to(device=device, dtype=torch.promote_types(norm.dtype, torch.float32))
+        value = value if math.isinf(norm_type) or norm_type == 0 else value**norm_type
+        if key in powers:
+            known = powers[key][1]
+            value = torch.maximum(known, value) if math.isinf(norm_type) else known + value
+        powers[key] = (groups if key else None, value)
+    total = torch.zeros((), device=device)
+    for groups, value in powers.values():
+        if groups is not None:
+            op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+            value = value.clone()
+            all_reduce(value, groups.shard, groups, Waiting("", "all-reduce of the gradient norm", 0), op).wait()
+        total = torch.maximum(total, value) if math.isinf(norm_type) else total + value
+    return total if math.isinf(norm_type) or norm_type == 0 else total ** (1.0 / norm_type)
+
+
+def local_norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Norm of a slice in at least fp32; 0 for an empty one, whatever the order."""
+    if gradient.numel() == 0:
+        return torch.zeros((), device=gradient.device)
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    return torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
+
+
+def pending_error(flat: FlatParameter) -> GradientError:
+    return GradientError(
+        "a gradient is still unsharded and unreduced: the last backward ran without synchronisation",
+        unit=flat.unit_name,
+        parameter=flat.names[0],
+        rank=flat.groups.rank,
+        cure="run the last micro-batch outside no_sync() (or after set_requires_gradient_sync(True)), or drop the "
+        "gradients with zero_grad()",
+    )
+
+
+def _partial_norm(args: tuple, kwargs: dict) -> torch.Tensor:
+    gradient = args[0]
+    ord_ = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    if not isinstance(gradient, ShardedGrad):
+        with engine_access():
+            return local_norm(gradient, ord_)
+    flat = gradient._fsdp_flat
+    if isinstance(gradient, PendingGrad) or flat.gradient.is_pending:
+        raise pending_error(flat)
+    with engine_access():
+        return _as_partial(local_norm(gradient.as_subclass(torch.Tensor), ord_), [flat])
+
+
+def _forget_pending(target: Any) -> None:
+    for gradient in target if isinstance(target, (list, tuple)) else (target,):
+        if isinstance(gradient, ShardedGrad):
+            gradient._fsdp_flat.gradient.drop(gradient._fsdp_index)
+
+
+def _first_sharded(args: Any) -> Any:
+    for item in args:
+        if isinstance(item, ShardedGrad):
+            return item
+        if isinstance(item, (list, tuple)):
+            found = _first_sharded(item)
+            if found is not None:
+                return found
+    return None
+
+
+def _norm_error(gradient: ShardedGrad, name: str) -> GradientError:
+    return _norm_error_at(gradient._fsdp_flat, name)
+
+
+def _norm_error_at(flat: FlatParameter | None, name: str) -> GradientError:
+    return GradientError(
+        f"'{name}' of a sharded gradient would be the number of one rank's slice",
+        unit=flat.unit_name if flat else None,
+        parameter=flat.names[0] if flat else None,
+        rank=flat.groups.rank if flat else None,
+        cure="use model.clip_grad_norm_(max_norm), torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), or "
+        "fsdp.full_grad(model, name) for one whole gradient",
+    )
+
+
+def _scaler_error(gradient: ShardedGrad) -> GradientError:
+    flat = gradient._fsdp_flat
+    return GradientError(
+        "torch.amp.GradScaler looks for overflows in this rank's slices only, so ranks would skip steps apart",
+        unit=flat.unit_name,
+        rank=flat.groups.rank,
+        cure="use fsdp.LossScaler, which has the same methods",
+    )

@@ -1,0 +1,324 @@
+"""The unsharded gradient of one flat parameter, on its way to the shard.
+
+Gradients are copied (first) or added (later) into one buffer as autograd completes them, the cast fused into the
+copy; the buffer is reduced in one collective and freed. Sums are taken in fp32 (or the master's dtype, if wider),
+whatever the wire carries, and the one division happens on the fp32 sum.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import events
+from .collectives import Pending, all_reduce, reduce_scatter
+from .gradient import PendingGrad, ShardedGrad
+from .parameter import engine_access
+from .streams import lane_for
+from .watchdog import Waiting
+
+if TYPE_CHECKING:
+    from .flat_param import FlatParameter
+
+__all__ = ["GradientBuffer", "GradientShard"]
+
+
+class GradientShard:
+    """The reduced gradient. Alive as long as one of the users' ``.grad`` views is: nobody else holds it."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class GradientBuffer:
+    """See the module docstring.
+
+    Attributes:
+        filled: Per parameter: whether the buffer holds a gradient of it.
+        used: Per parameter: whether this rank contributed to what was reduced in this backward.
+        is_pending: The last backward ran without synchronisation; the buffer waits for the next one.
+    """
+
+    def __init__(self, flat: FlatParameter) -> None:
+        self._flat = weakref.ref(flat)
+        self._ref = weakref.ref(flat)
+        layout = flat.layout
+        self._dtype = torch.promote_types(flat.dtype, torch.float32)
+        self.lane = lane_for(flat.device, "reduce")
+        count = len(layout.slots)
+        with torch.inference_mode(False), torch.no_grad():
+            self._buffer = torch.empty(layout.padded_numel, dtype=self._dtype, device=flat.device)
+            self._storage = self._buffer.untyped_storage()
+            self._views = [self._buffer[s.offset : s.stop].view(s.shape) for s in layout.slots]
+            self._gaps = [self._buffer[start:stop] for start, stop in layout.gaps()]
+            self._storage.resize_(0)
+        self._bytes = layout.padded_numel * self._dtype.itemsize
+        self._allocated = False
+        self.filled = bytearray(count)
+        self.used = bytearray(count)
+        self.is_pending = False
+        self._checked_in = -1  # the backward in which the users' .grad was last looked at
+        self._reducing: tuple[Pending | None, torch.Tensor] | None = None
+        self._result: torch.Tensor | None = None
+        self._shard: Any = lambda: None
+        self._chunks, self._chunk_of = _chunks(flat)
+        self._placeholders: list[PendingGrad | None] = [None] * count
+
+    # ------------------------------------------------------------------ filling
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._bytes if self._allocated else 0
+
+    @property
+    def is_reducing(self) -> bool:
+        return self._reducing is not None
+
+    @property
+    def has_unreduced(self) -> bool:
+        return 1 in self.filled
+
+    def accumulate(self, index: int, gradient: torch.Tensor, backward: int) -> None:
+        """Take one complete local gradient (compute dtype, full shape)."""
+        if self._checked_in != backward:
+            self._checked_in = backward
+            if self.is_pending:
+                self.drop_forgotten()
+        if not self._allocated:
+            self._storage.resize_(self._bytes)
+            self._allocated = True
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        view = self._views[index]
+        if self.filled[index]:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            self.filled[index] = 1
+
+    def drop_forgotten(self) -> None:
+        """``zero_grad()`` after an unsynchronised backward set ``.grad`` to None: what was pending goes too."""
+        with engine_access():
+            for index, user in enumerate(self._flat().users):
+                if self.filled[index] and user.grad is None:
+                    self.filled[index] = 0
+        if 1 not in self.filled:
+            self.release()
+
+    def drop(self, index: int) -> None:
+        """Drop the pending part of one parameter."""
+        self.filled[index] = 0
+        if 1 not in self.filled:
+            self.release()
+
+    def release(self) -> None:
+        """Free the full-size buffer and forget what is in it."""
+        if self._allocated:
+            self.lane.compute_waits()
+            self._storage.resize_(0)
+            self._allocated = False
+        self.filled = bytearray(len(self.filled))
+        self.is_pending = False
+
+    # ------------------------------------------------------------------ reducing
+
+    def start_reduce(self, waiting: Waiting) -> None:
+        """Send the buffer.
+
+        Collective: reduce-scatter of ``padded_numel`` elements over the shard group, then (in ``finish_reduce``)
+        an all-reduce of the shard over the replicas; with a shard group of one only an all-reduce.
+        """
+        flat = self._flat()
+        for gap in self._gaps:
+            gap.zero_()
+        for index, is_filled in enumerate(self.filled):
+            if is_filled:
+                self.used[index] = 1
+            else:
+                self._views[index].zero_()
+        self.filled = bytearray(len(self.filled))
+        self.is_pending = False
+        groups = flat.groups
+        self.lane.wait_for_compute()
+        pending = None
+        with self.lane:
+            wire = self._buffer if flat.wire_dtype == self._dtype else self._buffer.to(flat.wire_dtype)
+            reduced = torch.empty(flat.layout.shard_numel, dtype=wire.dtype, device=flat.device)
+            if groups.shard is not None:
+                if events.active is not None:
+                    events.active.emit(
+                        "reduce_scatter", flat.unit_name, wire.numel() * wire.element_size(), wire.numel()
+                    )
+                pending = reduce_scatter(reduced, wire, groups, waiting)
+            else:
+                reduced.copy_(wire)
+                if groups.replicate is not None:
+                    pending = self._all_reduce(flat, reduced, waiting)
+        self._reducing = (pending, reduced, wire, waiting)
+
+    def _all_reduce(self, flat: FlatParameter, reduced: torch.Tensor, waiting: Waiting) -> Pending:
+        if events.active is not None:
+            events.active.emit(
+                "all_reduce", flat.unit_name, reduced.numel() * reduced.element_size(), reduced.numel()
+            )
+        return all_reduce(reduced, flat.groups.replicate, flat.groups, waiting)
+
+    def finish_reduce(self, divisor: float) -> None:
+        """Wait for the sum, divide it, add it to what this backward or earlier ones reduced; free the buffer."""
+        flat = self._flat()
+        pending, reduced, _, waiting = self._reducing
+        with self.lane:
+            if pending is not None:
+                pending.wait()
+                if flat.groups.shard is not None and flat.groups.replicate is not None:
+                    self._all_reduce(flat, reduced, waiting).wait()
+            if reduced.dtype != self._dtype:
+                reduced = reduced.to(self._dtype)
+            if divisor != 1:
+                reduced.div_(divisor)
+            if self._result is not None:
+                self._result.add_(reduced)
+            else:
+                shard = self._live_shard(flat)
+                if shard is None:
+                    self._result = reduced
+                else:
+                    shard.tensor.add_(reduced)
+        self._reducing = None
+        if events.active is not None:
+            events.active.emit("reduced", flat.unit_name, reduced.numel() * reduced.element_size())
+        self.release()
+
+    def _live_shard(self, flat: FlatParameter) -> GradientShard | None:
+        """The shard of earlier backwards, if the users still hold it; parts they dropped are zeroed first."""
+        shard = self._shard()
+        if shard is None:
+            return None
+        dropped = []
+        with engine_access():
+            for index, user in enumerate(flat.users):
+                gradient = user.grad
+                if gradient is None or type(gradient) is PendingGrad:
+                    dropped.append(index)
+                elif getattr(gradient, "_fsdp_shard", None) is not shard:
+                    return None  # the user put a tensor of their own there: it is added to when gradients are bound
+        if len(dropped) == len(flat.users):
+            return None
+        for index in dropped:
+            start, stop = flat.layout.shard_slice(index, flat.groups.shard_rank)
+            shard.tensor[start:stop].zero_()
+        return shard
+
+    # ------------------------------------------------------------------ binding
+
+    def bind(self, used: bytes | bytearray) -> list[int]:
+        """Give the users their gradients. ``used`` says which parameters any rank had a gradient for.
+
+        Returns the indices whose ``.grad`` is final. What nobody used stays None.
+        """
+        flat = self._flat()
+        bound = [index for index, flag in enumerate(used) if flag]
+        self.used = bytearray(len(self.used))
+        result, self._result = self._result, None
+        if result is not None:
+            if result.dtype != flat.dtype:
+                result = result.to(flat.dtype)
+            shard = GradientShard(result)
+        else:
+            shard = self._shard()
+        if shard is None or not bound:
+            return []
+        views = self._views_of(flat, shard, bound)
+        with engine_access():
+            for index, view in zip(bound, views):
+                user = flat.users[index]
+                gradient = user.grad
+                if gradient is None or type(gradient) is PendingGrad:
+                    user.grad = view
+                elif result is not None:
+                    gradient.add_(view)
+        self._shard = weakref.ref(shard)
+        return bound
+
+    def _views_of(self, flat: FlatParameter, shard: GradientShard, indices: list[int]) -> list[ShardedGrad]:
+        with torch.no_grad():
+            chunks = shard.tensor.split_with_sizes(self._chunks)
+        views = []
+        for index in indices:
+            position = self._chunk_of[index]
+            view = chunks[position] if position >= 0 else shard.tensor[:0]
+            view.__class__ = ShardedGrad
+            view._fsdp_ref = self._ref
+            view._fsdp_index = index
+            view._fsdp_shard = shard
+            views.append(view)
+        return views
+
+    def bound_parts(self) -> list[torch.Tensor]:
+        """The gradients the users hold: the whole shard where it is theirs untouched, else each of them."""
+        flat = self._flat()
+        gradients = [g for user in flat.users if (g := user.grad) is not None]
+        shard = self._shard()
+        if shard is not None and all(getattr(g, "_fsdp_shard", None) is shard for g in gradients):
+            dropped = len(gradients) != len(flat.users)
+            if not dropped:
+                return [shard.tensor]
+        return [g.as_subclass(torch.Tensor) for g in gradients]
+
+    def bind_pending(self) -> None:
+        """After an unsynchronised backward: ``.grad`` shows that something is there, and refuses to be used."""
+        self.is_pending = True
+        flat = self._flat()
+        with engine_access():
+            for index, user in enumerate(flat.users):
+                if self.filled[index] and user.grad is None:
+                    placeholder = torch.zeros((), dtype=user.dtype, device=user.device).expand(user.shape)
+                    placeholder = placeholder.as_subclass(PendingGrad)
+                    placeholder._fsdp_ref = self._ref
+                    placeholder._fsdp_index = index
+                    placeholder._fsdp_shard = None
+                    user.grad = placeholder
+
+    def abandon(self) -> None:
+        """A backward died: wait for what is in flight, forget what it brought."""
+        if self._reducing is not None:
+            pending = self._reducing[0]
+            if pending is not None and not pending.failed:
+                pending.wait()
+            self._reducing = None
+        self._result = None
+        self.used = bytearray(len(self.used))
+        self.release()
+
+    def copy_from(self, other: GradientBuffer) -> None:
+        """Give a deep-copied flat parameter copies of the gradients its original has."""
+        source, flat = other._flat(), self._flat()
+        with engine_access():
+            for index, (user, twin) in enumerate(zip(source.users, flat.users)):
+                gradient = user.grad
+                if gradient is not None and type(gradient) is not PendingGrad:
+                    flat.set_user_gradient(index, gradient.as_subclass(torch.Tensor).clone())
+
+
+def _chunks(flat: FlatParameter) -> tuple[list[int], list[int]]:
+    """Sizes that split a shard at the borders of the users' slices, and each user's place among them (-1: empty)."""
+    sizes: list[int] = []
+    place = []
+    end = 0
+    for index in range(len(flat.layout.slots)):
+        start, stop = flat.layout.shard_slice(index, flat.groups.shard_rank)
+        if start == stop:
+            place.append(-1)
+            continue
+        if start > end:
+            sizes.append(start - end)
+        place.append(len(sizes))
+        sizes.append(stop - start)
+        end = stop
+    if end < flat.layout.shard_numel:
+        sizes.append(flat.layout.shard_numel - end)
+    return sizes or [flat.layout.shard_numel], place

@@ -1,0 +1,57 @@
+"""The global gradient norm, taken over flat shards, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from .errors import ConfigError
+from .gradient import combine_norms, local_norm, pending_error
+from .parameter import engine_access
+
+if TYPE_CHECKING:
+    from .groups import Groups
+    from .unit import UnitState
+
+__all__ = ["clip_grad_norm"]
+
+
+def clip_grad_norm(root: UnitState, units: list[UnitState], max_norm: float, norm_type: float) -> torch.Tensor:
+    """See ``FSDPUnit.clip_grad_norm_``. Norms are taken in fp32; each gradient is scaled in its own dtype."""
+    if math.isnan(norm_type) or norm_type <= 0:
+        raise ConfigError("norm_type must be positive", expected="a number > 0, or inf", found=norm_type)
+    entries: list[tuple[Groups | None, torch.Tensor]] = []
+    gradients: list[torch.Tensor] = []
+    with engine_access(), torch.no_grad():
+        for unit in units:
+            for flat in unit.flats:
+                if flat.gradient is None:
+                    continue
+                if flat.gradient.is_pending:
+                    flat.gradient.drop_forgotten()
+                    if flat.gradient.is_pending:
+                        raise pending_error(flat)
+                parts = flat.gradient.bound_parts()
+                if not parts:
+                    # This rank may hold nothing of what others do; it takes part with a norm of zero.
+                    entries.append((flat.groups, torch.zeros((), device=flat.device)))
+                for part in parts:
+                    entries.append((flat.groups, local_norm(part, norm_type)))
+                gradients.extend(parts)
+        for parameter in root.schedule.ignored.parameters:
+            if parameter.grad is not None:
+                entries.append((None, local_norm(parameter.grad, norm_type)))
+                gradients.append(parameter.grad)
+        total = combine_norms(entries, norm_type, root.device)
+        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            if gradient.dtype == scale.dtype:
+                gradient.mul_(scale)
+            else:
+                wide = torch.promote_types(gradient.dtype, torch.float32)
+                gradient.copy_(gradient.to(wide) * scale.to(wide))
+    return total
+
+

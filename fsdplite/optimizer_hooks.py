@@ -1,0 +1,146 @@
+"""What happens around every ``optimizer.step()``, through torch's global optimizer hooks.
+
+Inside ``step`` the users' parameters are exact ``nn.Parameter`` objects and their gradients plain tensors, so the
+optimizer takes its fast paths and pays nothing. Before it, what cannot work on slices is refused; after it, the
+units whose shards changed know.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .errors import GradientError, ShardedAccessError
+from .gradient import PendingGrad, ShardedGrad, pending_error
+from .parameter import ShardedParameter, engine_access, info_of
+
+__all__ = ["WHOLE_TENSOR_OPTIMIZERS", "flip_again", "install", "restore"]
+
+# They read a parameter's rows, columns or all of it at once; a slice would give other numbers in silence.
+WHOLE_TENSOR_OPTIMIZERS = {"Adafactor", "Muon", "LBFGS", "Shampoo", "DistributedShampoo", "SOAP", "KFAC", "LARS", "LAMB", "Lamb", "Lars"}  # fmt: skip
+
+_checked: weakref.WeakSet = weakref.WeakSet()
+_stepping: list[Any] = []
+_flipped: list[torch.Tensor] = []
+_is_installed = False
+
+
+def install() -> None:
+    """Register the hooks, once per process. Optimizers without wrapped parameters pay one scan of their groups."""
+    global _is_installed
+    if not _is_installed:
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
+        _is_installed = True
+
+
+def _sharded(optimizer: Any) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if type(p) is ShardedParameter]
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    sharded = _sharded(optimizer)
+    if not sharded:
+        return
+    if optimizer not in _checked:
+        _check_kind(optimizer, sharded[0])
+        _check_state(optimizer, sharded)
+        _checked.add(optimizer)
+    _check_gradients(sharded)
+    _stepping.append(optimizer)
+    _flip(sharded)
+
+
+def _flip(sharded: list[torch.Tensor]) -> None:
+    with engine_access():
+        for p in sharded:
+            gradient = p.grad
+            p.__class__ = nn.Parameter
+            _flipped.append(p)
+            if type(gradient) is ShardedGrad:
+                gradient.__class__ = torch.Tensor
+                _flipped.append(gradient)
+
+
+def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if _stepping and _stepping[-1] is optimizer:
+        _stepping.pop()
+        flats = {id(info.flat): info.flat for group in optimizer.param_groups for p in group["params"] if (info := info_of(p))}  # fmt: skip
+        for flat in flats.values():
+            flat.mark_updated()
+        restore()
+
+
+def restore() -> None:
+    """Back to the guarded classes; also at the next forward, where a step died of an exception."""
+    while _flipped:
+        tensor = _flipped.pop()
+        tensor.__class__ = ShardedParameter if isinstance(tensor, nn.Parameter) else ShardedGrad
+
+
+def flip_again() -> None:
+    """After a forward and backward inside ``step(closure)``: the rest of the step sees plain tensors again."""
+    if _stepping:
+        _flip(_sharded(_stepping[-1]))
+
+
+def _check_kind(optimizer: Any, parameter: torch.Tensor) -> None:
+    names = {cls.__name__ for cls in type(optimizer).__mro__}
+    refused = names & WHOLE_TENSOR_OPTIMIZERS
+    if refused:
+        info = info_of(parameter)
+        raise ShardedAccessError(
+            f"{sorted(refused)[0]} reads whole tensors, and each rank holds slices",
+            unit=info.flat.unit_name,
+            parameter=info.name,
+            rank=info.flat.groups.rank,
+            cure="use an element-wise optimizer (SGD, Adam, AdamW, RMSprop, Lion, ...), or update whole matrices "
+            "inside `with fsdp.full_params(module, writeback=True):`",
+        )
+
+
+def _check_state(optimizer: Any, sharded: list[torch.Tensor]) -> None:
+    with engine_access():
+        for p in sharded:
+            for key, value in optimizer.state.get(p, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != p.shape:
+                    info = info_of(p)
+                    raise ShardedAccessError(
+                        f"the optimizer's state '{key}' was made before wrapping, for the whole parameter",
+                        expected=f"shape {tuple(p.shape)}, this rank's slice",
+                        found=f"shape {tuple(value.shape)}",
+                        unit=info.flat.unit_name,
+                        parameter=info.name,
+                        rank=info.flat.groups.rank,
+                        cure="build the optimizer after fsdp_wrap, or before the first step was taken; to continue a "
+                        "run load its optimizer state from a checkpoint after wrapping",
+                    )
+
+
+def _check_gradients(sharded: list[torch.Tensor]) -> None:
+    flats = {id(info.flat): info.flat for p in sharded if (info := info_of(p))}
+    for flat in flats.values():
+        if flat.gradient is not None and flat.gradient.is_pending:
+            flat.gradient.drop_forgotten()
+            if flat.gradient.is_pending:
+                raise pending_error(flat)
+    with engine_access():
+        for p in sharded:
+            gradient = p.grad
+            if type(gradient) is PendingGrad:
+                raise pending_error(info_of(p).flat)
+            if gradient is not None and gradient.shape != p.shape:
+                info = info_of(p)
+                raise GradientError(
+                    "a gradient does not have the shape of its slice",
+                    expected=tuple(p.shape),
+                    found=tuple(gradient.shape),
+                    unit=info.flat.unit_name,
+                    parameter=info.name,
+                    rank=info.flat.groups.rank,
+                    cure="assign gradients of this rank's slice only",
+                )

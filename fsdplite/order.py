@@ -1,0 +1,81 @@
+"""The order in which units run: recorded, replayed for prefetch, and agreed upon across ranks.
+
+A collective carries no name: if two ranks gather different units of equal size, weights are swapped in silence, and
+of different sizes, gloo kills the process. So a use of a unit that the record of the last pass does not predict is
+first agreed upon with the other ranks, and every step's order is compared as one hash (``Schedule``).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterator
+
+__all__ = ["BACKWARD", "FORWARD", "REDUCE", "KINDS", "Order", "Pass"]
+
+FORWARD, BACKWARD, REDUCE = range(3)
+KINDS = ("all-gather in forward", "all-gather in backward", "reduce-scatter")
+
+_MASK = (1 << 63) - 1
+
+
+class Pass:
+    """One forward or backward: what ran so far, and what the last one like it ran."""
+
+    __slots__ = ("events", "expected", "is_as_expected")
+
+    def __init__(self, expected: list[int] | None) -> None:
+        self.events: list[int] = []
+        self.expected = expected
+        self.is_as_expected = expected is not None
+
+    def take(self, code: int) -> bool:
+        """Record a use. True if the last pass predicted it."""
+        position = len(self.events)
+        self.events.append(code)
+        if self.is_as_expected:
+            expected = self.expected
+            if position < len(expected) and expected[position] == code:
+                return True
+            self.is_as_expected = False
+        return False
+
+    def upcoming(self) -> Iterator[int]:
+        """What is expected from here on; nothing after a deviation."""
+        if self.is_as_expected:
+            yield from self.expected[len(self.events) :]
+
+
+class Order:
+    """The passes of one model, by kind, and a hash over everything since the last comparison."""
+
+    def __init__(self) -> None:
+        self._last: dict[Hashable, list[int]] = {}
+        self.hash = 0
+        self.recent: deque[int] = deque(maxlen=4096)  # for the report when hashes differ
+
+    @staticmethod
+    def code(unit_index: int, kind: int) -> int:
+        return unit_index * len(KINDS) + kind
+
+    @staticmethod
+    def decode(code: int) -> tuple[int, int]:
+        return divmod(code, len(KINDS))
+
+    def start(self, key: Hashable) -> Pass:
+        return Pass(self._last.get(key))
+
+    def stop(self, key: Hashable, done: Pass) -> None:
+        self._last[key] = done.events
+
+    def note(self, code: int) -> None:
+        self.hash = (self.hash * 1_000_003 + code + 1) & _MASK
+        self.recent.append(code)
+
+    def restart_hash(self) -> None:
+        self.hash = 0
+        self.recent.clear()
+
+    def forget(self) -> None:
+        """After units were added or regrouped: nothing recorded is a prediction any more."""
+        self._last.clear()
+        self.restart_hash()

@@ -1,0 +1,308 @@
+"""The user's parameters while they are sharded.
+
+After wrapping, a user's ``nn.Parameter`` holds this rank's slice. Its class becomes :class:`ShardedParameter`, which
+answers metadata and element-wise updates and refuses everything that would need the whole tensor. Inside
+``optimizer.step()`` the class is the exact ``nn.Parameter`` (see ``optimizer_hooks``), so foreach and fused updates
+stay the defaults.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Iterator
+
+import torch
+from torch import nn
+
+from .errors import ShardedAccessError
+
+if TYPE_CHECKING:
+    from .flat_param import FlatParameter
+
+__all__ = ["LocalSlice", "ParameterInfo", "ShardedParameter", "as_local_slice", "engine_access", "info_of"]
+
+engine_access = torch._C.DisableTorchFunctionSubclass  # the engine's own reads and writes skip the checks below
+
+
+class ParameterInfo:
+    """What a user's parameter knows about its place: the flat parameter that owns it and its index there."""
+
+    __slots__ = ("flat", "index")
+
+    def __init__(self, flat: FlatParameter, index: int) -> None:
+        self.flat = flat
+        self.index = index
+
+    @property
+    def name(self) -> str:
+        return self.flat.names[self.index]
+
+    @property
+    def full_shape(self) -> torch.Size:
+        return torch.Size(self.flat.layout.slots[self.index].shape)
+
+
+def info_of(parameter: torch.Tensor) -> ParameterInfo | None:
+    """The info of a parameter that a unit owns, else None."""
+    return parameter.__dict__.get("_fsdp_info") if isinstance(parameter, torch.Tensor) else None
+
+
+class LocalSlice(torch.Tensor):
+    """A plain tensor in arithmetic, which refuses to be written to a file as if it were the whole parameter."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def _refuse(self, call: str) -> ShardedAccessError:
+        info = self.__dict__.get("_fsdp_info")
+        return ShardedAccessError(
+            f"{call} of a rank's slice would write a part as if it were the whole",
+            found=f"{self.numel()} elements" + (f" of {info.full_shape.numel()}" if info else ""),
+            unit=info.flat.unit_name if info else None,
+            parameter=info.name if info else None,
+            rank=info.flat.groups.rank if info else None,
+            cure="use fsdp.save_checkpoint(root, model, ...) for a checkpoint, or write what "
+            "fsdp.full_state_dict(model) returns",
+        )
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        raise self._refuse("pickling")
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        return self.clone()
+
+    def untyped_storage(self) -> Any:
+        raise self._refuse("reading the storage")
+
+    def storage(self) -> Any:
+        raise self._refuse("reading the storage")
+
+    def data_ptr(self) -> int:
+        raise self._refuse("reading the memory")
+
+
+def as_local_slice(tensor: torch.Tensor, info: ParameterInfo) -> LocalSlice:
+    local = tensor.as_subclass(LocalSlice)
+    local._fsdp_info = info
+    return local
+
+
+_UNREADABLE_PROPERTIES = {"T", "mT", "H", "mH", "real", "imag"}
+_METADATA = {
+    "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "data_ptr",
+    "untyped_storage", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "is_pinned",
+    "is_shared", "get_device", "requires_grad_", "retain_grad", "has_names", "is_same_size", "is_set_to",
+    "__hash__", "is_tensor", "_is_view", "is_conj", "is_neg", "__dlpack_device__", "_has_compatible_shallow_copy_type",
+}  # fmt: skip
+_MAKERS = {
+    "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full",
+    "new_tensor", "clone",
+}  # fmt: skip
+_ELEMENTWISE = {
+    "zero_", "fill_", "copy_", "add_", "sub_", "subtract_", "mul_", "multiply_", "div_", "divide_", "true_divide_",
+    "addcmul_", "addcdiv_", "lerp_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "neg_", "negative_", "abs_",
+    "sqrt_", "rsqrt_", "square_", "reciprocal_", "pow_", "exp_", "log_", "sign_", "nan_to_num_", "round_", "floor_",
+    "ceil_", "trunc_", "tanh_", "sigmoid_", "relu_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__",
+    "constant_", "ones_", "zeros_",
+}  # fmt: skip
+_FILLING = {"zero_", "fill_", "copy_", "constant_", "ones_", "zeros_"}
+_RANDOM = {
+    "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "geometric_", "log_normal_",
+    "trunc_normal_",
+}  # fmt: skip
+_CASTS = {"to", "cuda", "cpu", "float", "double", "half", "bfloat16", "type", "contiguous"}
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter that holds this rank's slice of a flat parameter.
+
+    ``shape``, ``numel()``, ``data`` and ``detach()`` are the local slice, one-dimensional; ``ndim`` and ``dim()``
+    are the original rank and ``full_shape`` the original shape.
+    """
+
+    @property
+    def full_shape(self) -> torch.Size:
+        return self.__dict__["_fsdp_info"].full_shape
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return self.dim()
+
+    def dim(self) -> int:
+        """Number of dimensions of the original parameter."""
+        if sys._getframe(1).f_globals.get("__name__") == "torch.nn.init":
+            # Fan-based initialisers ask for this first, and return silently for an empty slice afterwards.
+            raise _refusal(self, sys._getframe(1).f_code.co_name)
+        return len(self.full_shape)
+
+    def ndimension(self) -> int:
+        if sys._getframe(1).f_globals.get("__name__") == "torch.nn.init":
+            raise _refusal(self, sys._getframe(1).f_code.co_name)
+        return len(self.full_shape)
+
+    def __repr__(self, **kwargs: Any) -> str:
+        info = self.__dict__["_fsdp_info"]
+        with engine_access():
+            numel = self.numel()
+        return (
+            f"ShardedParameter({info.name!r}, full_shape={tuple(info.full_shape)}, "
+            f"slice of {numel} elements on rank {info.flat.groups.rank}, dtype={info.flat.dtype})"
+        )
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        with engine_access():
+            local = as_local_slice(self.detach(), self.__dict__["_fsdp_info"])
+        raise local._refuse("pickling")
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        if id(self) not in memo:
+            # The flat parameter copies all its users into the memo, before any module asks for the next one.
+            info = self.__dict__["_fsdp_info"]
+            info.flat.__deepcopy__(memo)
+        return memo[id(self)]
+
+    def register_hook(self, hook: Any) -> Any:
+        """The hook sees this rank's full local gradient, in the compute dtype, before the reduction."""
+        info = self.__dict__["_fsdp_info"]
+        return info.flat.leaf(info.index).register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """The hook is called once per synchronised backward, after the reduction, with this parameter."""
+        return self.__dict__["_fsdp_info"].flat.add_post_accumulate_hook(self.__dict__["_fsdp_info"].index, hook)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        with engine_access():
+            if name in ("__get__", "__set__", "__delete__"):
+                return _property(func, name, args)
+            if name in _METADATA:
+                return _metadata(func, name, args, kwargs)
+            if name == "detach":
+                return as_local_slice(func(*args, **kwargs), args[0].__dict__["_fsdp_info"])
+            if name in _MAKERS:
+                return func(*args, **kwargs)
+            if name in _CASTS:
+                return _cast(func, name, args, kwargs)
+            if name in _ELEMENTWISE or _is_foreach_update(name):
+                return _update(func, name, args, kwargs)
+        owner = next(_sharded_in((args, kwargs)))
+        raise _refusal(owner, name)
+
+
+def _is_foreach_update(name: str) -> bool:
+    return name.startswith(("_foreach_", "_fused_")) and name.endswith("_")
+
+
+def _refusal(parameter: torch.Tensor, call: str) -> ShardedAccessError:
+    info: ParameterInfo = parameter.__dict__["_fsdp_info"]
+    with engine_access():
+        numel = parameter.numel()
+    if call in _RANDOM or call.endswith("_"):
+        cure = (
+            "open `with fsdp.full_params(module, writeback=True):` around the edit; inside it the parameter is whole, "
+            "and what is written there is kept"
+        )
+    else:
+        cure = (
+            "use it inside its unit's forward; for another entry point list the method in "
+            "fsdp_wrap(..., forward_methods=(...)); to read it elsewhere open `with fsdp.full_params(module):` "
+            "(with writeback=True to edit it)"
+        )
+    return ShardedAccessError(
+        f"parameter '{info.name}' is sharded and was used as if it were whole, by {call or 'an operation'}",
+        expected=f"the full tensor of shape {tuple(info.full_shape)}",
+        found=f"this rank's slice of {numel} of {info.full_shape.numel()} elements",
+        unit=info.flat.unit_name,
+        parameter=info.name,
+        rank=info.flat.groups.rank,
+        cure=cure,
+    )
+
+
+def _sharded_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, ShardedParameter):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _sharded_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _sharded_in(item)
+
+
+def _property(func: Any, access: str, args: tuple) -> Any:
+    name = func.__self__.__name__
+    parameter = args[0]
+    if access == "__get__":
+        if name in _UNREADABLE_PROPERTIES:
+            raise _refusal(parameter, name)
+        value = func(*args)
+        return as_local_slice(value, parameter.__dict__["_fsdp_info"]) if name == "data" else value
+    info: ParameterInfo = parameter.__dict__["_fsdp_info"]
+    if access == "__set__" and name == "data":
+        return _write_data(parameter, info, args[1])
+    if access == "__set__" and name == "grad":
+        return info.flat.set_user_gradient(info.index, args[1])
+    return func(*args)
+
+
+def _write_data(parameter: torch.Tensor, info: ParameterInfo, value: torch.Tensor) -> None:
+    """``p.data = value`` writes into the flat parameter; the storage stays the engine's."""
+    if value is parameter:
+        return
+    if value.shape == parameter.shape and value.device == parameter.device:
+        if value.dtype != parameter.dtype:
+            raise _refusal(parameter, "assigning .data of another dtype")
+        parameter.detach().copy_(value)
+        info.flat.mark_updated()
+        return
+    raise _refusal(parameter, "assigning .data")
+
+
+def _metadata(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    if name == "size" and (len(args) > 1 or kwargs):
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        if dim is not None and len(args[0].__dict__["_fsdp_info"].full_shape) != 1:
+            raise _refusal(args[0], "size")
+    return func(*args, **kwargs)
+
+
+def _cast(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    """A cast or a move that changes nothing returns the parameter itself; any other would leave the unit behind."""
+    parameter = args[0]
+    probe = func(parameter.detach()[:0], *args[1:], **kwargs)
+    if not isinstance(probe, torch.Tensor):  # p.type() asks for a name
+        return func(*args, **kwargs)
+    if probe.dtype == parameter.dtype and probe.device == parameter.device:
+        return parameter
+    raise ShardedAccessError(
+        f"a wrapped model cannot change to {probe.dtype} on {probe.device}",
+        found=f"{parameter.dtype} on {parameter.device}",
+        unit=parameter.__dict__["_fsdp_info"].flat.unit_name,
+        parameter=parameter.__dict__["_fsdp_info"].name,
+        rank=parameter.__dict__["_fsdp_info"].flat.groups.rank,
+        cure='move or cast the model before fsdp_wrap, or ask for fsdp_wrap(..., precision="bf16")',
+    )
+
+
+def _update(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    """An element-wise update in place: right on slices, if every operand is a slice or a scalar."""
+    target = args[0] if args else next(_sharded_in(kwargs))  # initialisers pass theirs by keyword
+    targets = list(target) if isinstance(target, (list, tuple)) else [target]
+    if not name.startswith("_"):
+        for operand in (*args[1:], *(v for v in kwargs.values() if v is not target)):
+            if isinstance(operand, torch.Tensor) and operand.dim() > 0 and operand.shape != torch.Tensor.size(target):
+                owner = next(_sharded_in((args, kwargs)))
+                raise _refusal(owner, name)
+    result = func(*args, **kwargs)
+    for tensor in targets:
+        if isinstance(tensor, ShardedParameter):
+            info = tensor.__dict__["_fsdp_info"]
+            info.flat.mark_updated()
+            if name in _FILLING:
+                info.flat.mark_filled(info.index)
+    return result

@@ -1,0 +1,60 @@
+"""Recomputation inside units: activations of a module are dropped in forward and computed again in backward.
+
+The module becomes a subclass of its own class whose call goes through ``torch.utils.checkpoint`` (non-reentrant).
+A unit's class is made on top of it, so the recomputation is inside the unit, where the weights are gathered
+already: no extra gather. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import ConfigError, PolicyError
+from .policy import Policy
+
+__all__ = ["recompute_matching"]
+
+
+class _Recomputed:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.__dict__.get("_fsdp_recompute") or not torch.is_grad_enabled():
+            return super().__call__(*args, **kwargs)
+        from torch.utils.checkpoint import checkpoint
+
+        return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
+
+
+_classes: dict[type, type] = {}
+
+
+def recompute_matching(root: nn.Module, policy: Any) -> None:
+    """Make every module that the policy matches recompute. Modules inside a recomputed one are left as they are."""
+    if not isinstance(policy, Policy):
+        raise ConfigError(
+            "recompute takes a wrap policy", expected='for example by_class("Block"), or None', found=repr(policy)
+        )
+    policy = policy.bind(root)
+    policy.check(list(root.named_modules()))
+    covered: set[int] = set()
+    found = False
+    for name, module in root.named_modules():
+        if id(module) in covered or not policy.matches(name, module):
+            continue
+        found = True
+        covered.update(id(inner) for inner in module.modules())
+        cls = type(module)
+        if issubclass(cls, _Recomputed):
+            continue
+        if cls not in _classes:
+            _classes[cls] = type(
+                cls.__name__,
+                (_Recomputed, cls),
+                {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__slots__": ()},
+            )
+        module.__class__ = _classes[cls]
+        module.__dict__["_fsdp_recompute"] = True
+    if not found:
+        raise PolicyError(f"recompute={policy.describe()} matches nothing")

@@ -1,0 +1,450 @@
+"""What the units of one model share: the order, prefetch, one backward at a time, and its end.
+
+Three idempotent triggers end a unit's backward: its counted gradients (``UnitState.on_gradient``), the opening of a
+call that had stopped before the unit's call started (``open``), and the end of the whole backward
+(``finish_backward``).
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import events, optimizer_hooks
+from .collectives import control_max, control_texts
+from .errors import FSDPError, RankMismatchError, unit_label
+from .flat_param import FlatParameter
+from .ignored import IgnoredGradients
+from .order import BACKWARD, FORWARD, KINDS, REDUCE, Order, Pass
+from .parameter import engine_access
+from .saved_weights import guard_saved_weights, stop_guarding
+from .unit import Call, UnitState, current_task
+from .watchdog import Waiting
+
+if TYPE_CHECKING:
+    from .groups import Groups
+
+__all__ = ["Schedule"]
+
+
+class Schedule:
+    """See the module docstring. One per outermost wrapped module.
+
+    Attributes:
+        units: In the order in which they were made; ``unit.index`` is the place.
+        root: The unit of the outermost wrapped module.
+        resident: Units whose full buffers may be there (an ordered set).
+        open_calls: Forward calls that this backward has reached and not yet passed.
+        depth: Nesting of unit calls at the moment.
+        step: Number of backwards finished, for messages.
+    """
+
+    def __init__(self, root: UnitState, guard_saved: bool) -> None:
+        self.units: list[UnitState] = []
+        self.root = root
+        self.order = Order()
+        self.resident: dict[UnitState, None] = {}
+        self.open_calls: list[Call] = []
+        self.depth = 0
+        self.step = 0
+        self.in_backward = False
+        self.backward_id = 0
+        self.divide_factor: float | None = None
+        self.ignored = IgnoredGradients(self)
+        self.unfilled: dict[str, Any] = {}  # names of tensors that came from meta and that nobody filled yet
+        self.regroup: Any = None  # set by wrap: splits a frozen flat parameter when some of it is unfrozen
+        self._guard_saved = guard_saved
+        self._guarding = False
+        self._clock = 0
+        self._forward: Pass | None = None
+        self._forward_key: Any = None
+        self._backward: Pass | None = None
+        self._in_flight: list[FlatParameter] = []
+        self._keeps_graph = False
+        self._idle: list[UnitState] = []
+        self._broken: FSDPError | None = None
+
+    @property
+    def groups(self) -> Groups:
+        return self.root.groups
+
+    def add(self, unit: UnitState) -> None:
+        unit.index = len(self.units)
+        unit.schedule = self
+        self.units.append(unit)
+
+    def tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    # ------------------------------------------------------------------ forward
+
+    def enter(self, unit: UnitState, is_recompute: bool) -> None:
+        """A unit is called. The outermost call opens a pass."""
+        if self.depth == 0 and not is_recompute:
+            self._begin_forward(unit)
+        self.depth += 1
+
+    def _begin_forward(self, unit: UnitState) -> None:
+        if self._broken is not None:
+            raise self._broken
+        optimizer_hooks.restore()
+        if self.in_backward:
+            self.abandon_backward()  # its end never came, and neither did its destruction
+        self._rest_idle()
+        self._follow_requires_grad()
+        if self.unfilled:
+            self._refuse_unfilled()
+        for lane in {id(flat.gather_lane): flat.gather_lane for u in self.units for flat in u.flats}.values():
+            lane.wait_for_compute()  # the optimizer's writes come before the casts of this step
+        with_grad = torch.is_grad_enabled()
+        self._forward_key = ("forward", unit.index, with_grad)
+        self._forward = self.order.start(self._forward_key)
+        if with_grad and self._guard_saved:
+            self._guarding = guard_saved_weights()
+
+    def leave(self, unit: UnitState, is_recompute: bool, has_failed: bool) -> None:
+        """A unit's call is over. After the outermost one only what a backward will need stays gathered."""
+        self.depth -= 1
+        if self.depth or is_recompute or self._forward is None:
+            return
+        if self._guarding:
+            stop_guarding()
+            self._guarding = False
+        if has_failed:
+            self._forward = None
+            for resident in list(self.resident):
+                resident.kept_calls = 0
+                resident.rest()
+            return
+        self.order.stop(self._forward_key, self._forward)
+        self._forward = None
+        for resident in list(self.resident):
+            if not resident.kept_calls:
+                resident.rest()
+
+    def _follow_requires_grad(self) -> None:
+        frozen_no_more = []
+        with engine_access():
+            for unit in self.units:
+                for flat in unit.flats:
+                    if flat.sync_requires_grad():
+                        frozen_no_more.append(flat)
+        for flat in frozen_no_more:
+            self.regroup(flat)
+            self.order.forget()
+
+    def _refuse_unfilled(self) -> None:
+        names = sorted(self.unfilled)
+        raise FSDPError(
+            "tensors built on the meta device were never filled",
+            found=", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else ""),
+            parameter=names[0],
+            rank=self.groups.rank,
+            cure="give their modules a reset_parameters() that fills them, build them on a real device on the first "
+            "rank (sync_params=True), or load weights before the first forward",
+        )
+
+    # ------------------------------------------------------------------ order and prefetch
+
+    def announce(self, kind: int, unit: UnitState) -> None:
+        """Record a use. One that no record predicts is agreed upon with the other ranks before any collective."""
+        code = Order.code(unit.index, kind)
+        self.order.note(code)
+        current = self._backward if self.in_backward else self._forward
+        if current is None or not current.take(code):
+            self._agree(code, unit, KINDS[kind])
+
+    def agree_on_extra(self, what: str, unit: UnitState) -> None:
+        """Before a collective outside forward and backward: do all ranks do the same?"""
+        self._agree(-(unit.index + 2) * 8 - len(what) % 8, unit, what)
+
+    def _agree(self, code: int, unit: UnitState, phase: str) -> None:
+        groups = unit.groups
+        if groups.control is None:
+            return
+        waiting = Waiting(unit.name, phase, self.step)
+        both = control_max(torch.tensor([code, -code]), groups, waiting)
+        if int(both[0]) == -int(both[1]):
+            return
+        texts = control_texts([unit.name, phase], groups, waiting)
+        self._raise_mismatch(groups, texts, unit)
+
+    def _raise_mismatch(self, groups: Groups, texts: list, unit: UnitState) -> None:
+        found = "; ".join(
+            f"rank {rank}: {phase} of unit {unit_label(name)}" for rank, (name, phase) in zip(groups.ranks, texts)
+        )
+        raise RankMismatchError(
+            f"ranks run different units in step {self.step}",
+            expected="every rank runs the same units in the same order",
+            found=found,
+            unit=unit.name,
+            rank=groups.rank,
+            cure="remove what makes the order depend on the rank or its data; a unit that only some ranks need must "
+            "run on all of them (its output may be multiplied by 0)",
+        )
+
+    def prefetch_after(self, unit: UnitState, kind: int) -> None:
+        """Start to gather the next units of the recorded order, ``unit.prefetch`` of them."""
+        depth = unit.prefetch
+        current = self._backward if self.in_backward else self._forward
+        if not depth or current is None or not current.is_as_expected:
+            return
+        for code in current.upcoming():
+            index, coming = Order.decode(code)
+            if coming == REDUCE:
+                continue
+            following = self.units[index]
+            if following is unit or not following.flats:
+                continue
+            if following.gather_ahead(kind) and events.active is not None:
+                events.active.emit("prefetch", following.name)
+            depth -= 1
+            if not depth:
+                return
+
+    # ------------------------------------------------------------------ backward
+
+    def enter_backward(self) -> None:
+        """The first event of a backward: ask autograd for a call at its end."""
+        self.in_backward = True
+        self.backward_id += 1
+        self._backward = self.order.start(self._backward_key())
+        torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(self))
+
+    def _backward_key(self) -> Any:
+        return ("backward", self.root.requires_sync)
+
+    def open(self, call: Call) -> None:
+        """Backward reaches the outputs of a call: close what is over, gather, prefetch."""
+        if not self.in_backward:
+            self.enter_backward()
+        if torch.is_grad_enabled():
+            self._keeps_graph = True  # create_graph: nodes made now need the weights in the next backward
+        unit = call.unit
+        unit.open_calls += 1  # before others are closed, or the same unit would be freed and gathered again
+        for other in [c for c in self.open_calls if c.start > call.stop]:
+            self._close(other)
+        if call in self.open_calls:
+            unit.open_calls -= 1
+        else:
+            self.open_calls.append(call)
+        unit.gather_for_backward()
+
+    def _close(self, call: Call) -> None:
+        self.open_calls.remove(call)
+        call.unit.open_calls -= 1
+        call.unit.finish_call(call)
+        if not call.unit.open_calls:
+            self._finish_unit(call.unit)
+
+    def complete(self, unit: UnitState) -> None:
+        """All gradients of a unit have arrived: none of its open calls needs the weights any more."""
+        if unit.open_calls:
+            for call in [c for c in self.open_calls if c.unit is unit]:
+                self.open_calls.remove(call)
+                unit.finish_call(call)
+            unit.open_calls = 0
+        self._finish_unit(unit)
+
+    def _finish_unit(self, unit: UnitState) -> None:
+        if unit.requires_sync and unit.has_unreduced:
+            self._reduce(unit)
+        if not self._keeps_graph:
+            unit.rest()
+
+    def _reduce(self, unit: UnitState) -> None:
+        self.announce(REDUCE, unit)
+        for flat in unit.flats:
+            gradient = flat.gradient
+            if gradient is None or not gradient.has_unreduced:
+                continue
+            if gradient.is_reducing or flat.stage.shards_gradients:
+                self.finish_reductions()  # at most one in flight beside the one that fills next
+            gradient.start_reduce(Waiting(unit.name, KINDS[REDUCE], self.step))
+            self._in_flight.append(flat)
+
+    def finish_reductions(self) -> None:
+        while self._in_flight:
+            flat = self._in_flight[0]
+            flat.gradient.finish_reduce(self.divide_factor or flat.groups.size)
+            self._in_flight.pop(0)
+
+    def finish_backward(self) -> None:
+        """The end of a backward: leftovers, the order check, gradients bound, everything at rest."""
+        try:
+            self._finish_backward()
+        except BaseException as failure:
+            self.abandon_backward()
+            if isinstance(failure, FSDPError):
+                self.order.forget()
+            raise
+
+    def _finish_backward(self) -> None:
+        keeps_graph, self._keeps_graph = self._keeps_graph, False
+        for call in self.open_calls:
+            call.unit.open_calls = 0
+            call.unit.finish_call(call)
+        self.open_calls.clear()
+        for unit in reversed(self.units):
+            if unit.requires_sync and unit.has_unreduced:
+                self._reduce(unit)
+        if self.root.requires_sync:
+            flats = [flat for unit in self.units for flat in unit.flats if flat.trainable]
+            used = self._compare_and_merge(flats)
+            self.finish_reductions()
+            self.ignored.reduce(used[sum(len(flat.users) for flat in flats) :])
+            bound = self._bind(flats, used)
+        else:
+            bound = []
+            self.finish_reductions()
+        for unit in self.units:
+            for flat in unit.flats:
+                if flat.gradient is not None and flat.gradient.has_unreduced:
+                    flat.gradient.bind_pending()
+        self.order.stop(self._backward_key(), self._backward)
+        self._backward = None
+        self.in_backward = False
+        self.step += 1
+        if not keeps_graph:
+            for unit in list(self.resident):
+                unit.rest()
+        if events.active is not None:
+            events.active.emit("backward_stop", self.root.name)
+        optimizer_hooks.flip_again()
+        for flat, indices in bound:
+            flat.run_post_accumulate_hooks(indices)
+
+    def _bind(self, flats: list[FlatParameter], used: bytearray) -> list[tuple[FlatParameter, list[int]]]:
+        for lane in {id(flat.gather_lane): flat.gradient.lane for flat in flats}.values():
+            lane.compute_waits()
+        bound = []
+        start = 0
+        for flat in flats:
+            stop = start + len(flat.users)
+            bound.append((flat, flat.gradient.bind(used[start:stop])))
+            start = stop
+        return bound
+
+    def _compare_and_merge(self, flats: list[FlatParameter]) -> bytearray:
+        """One small all-reduce: is the order the same everywhere, and which parameters did any rank use?
+
+        Collective: all-reduce (max) of 16 bytes plus one per parameter on the control group.
+        """
+        used = bytearray().join(flat.gradient.used for flat in flats) + self.ignored.used()
+        groups = self.groups
+        if groups.control is not None:
+            stamp = self.order.hash.to_bytes(8, "little")
+            message = bytearray(stamp) + bytearray(255 - byte for byte in stamp) + used
+            waiting = Waiting(self.root.name, "order check at the end of backward", self.step)
+            merged = control_max(torch.frombuffer(message, dtype=torch.uint8), groups, waiting)
+            if any(merged[i] + merged[i + 8] != 255 for i in range(8)):
+                self._report_order(groups, waiting)
+            used = message[16:]
+            if events.active is not None:
+                events.active.emit("check", self.root.name, len(message))
+        self.order.restart_hash()
+        return used
+
+    def _report_order(self, groups: Groups, waiting: Waiting) -> None:
+        histories = control_texts(list(self.order.recent), groups, waiting)
+        longest = max(len(history) for history in histories)
+        for position in range(longest):
+            codes = [history[position] if position < len(history) else None for history in histories]
+            if len(set(codes)) > 1:
+                break
+        texts = []
+        for code in codes:
+            if code is None:
+                texts.append(("", "nothing more, after which no call"))
+            else:
+                index, kind = Order.decode(code)
+                texts.append((self.units[index].name, KINDS[kind]))
+        self._raise_mismatch(groups, texts, self.root)
+
+    def abandon_backward(self) -> None:
+        """A backward died: what it has sent is waited for, what it brought is dropped, everything rests."""
+        self._keeps_graph = False
+        for call in self.open_calls:
+            call.unit.open_calls = 0
+            call.unit.finish_call(call)
+        self.open_calls.clear()
+        self._in_flight.clear()
+        self._backward = None
+        self.in_backward = False
+        for unit in self.units:
+            unit.open_calls = 0
+            unit.kept_calls = 0
+            for flat in unit.flats:
+                if flat.gradient is not None:
+                    flat.gradient.abandon()
+        self.ignored.abandon()
+        for unit in list(self.resident):
+            unit.rest()
+
+    # ------------------------------------------------------------------ rest
+
+    def rest_when_idle(self, unit: UnitState) -> None:
+        """Free a kept unit whose graph is gone; later, if the engine is in the middle of something."""
+        if self.depth or self.in_backward:
+            self._idle.append(unit)
+        else:
+            unit.rest()
+
+    def _rest_idle(self) -> None:
+        while self._idle:
+            self._idle.pop().rest()
+
+    def rest_all(self) -> None:
+        """Free everything gathered, also what waits for a backward (it will be gathered again)."""
+        if self.depth or self.in_backward:
+            return
+        for unit in list(self.resident):
+            unit.kept_calls = 0
+            unit.rest()
+
+    # ------------------------------------------------------------------ copies
+
+    def __deepcopy__(self, memo: dict) -> Schedule:
+        twin = Schedule(None, self._guard_saved)
+        memo[id(self)] = twin
+        twin.divide_factor = self.divide_factor
+        twin.regroup = self.regroup
+        twin.unfilled = dict(self.unfilled)
+        twin.step = self.step
+        twin.ignored = IgnoredGradients(twin)
+        twin.ignored.copy_from(self.ignored, memo)
+        return twin
+
+    def add_copy(self, unit: UnitState, is_root: bool) -> None:
+        """A copied unit joins its copied schedule; a copy without the root takes its outermost unit for one."""
+        self.units.append(unit)
+        self.units.sort(key=lambda u: u.index)
+        for index, member in enumerate(self.units):
+            member.index = index
+        if is_root or self.root is None or unit.name.count(".") <= self.root.name.count("."):
+            self.root = unit
+
+
+class _BackwardEnd:
+    """Called by autograd when a graph task ends well; destroyed without a call when it dies of an exception."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = weakref.ref(schedule)
+        self._backward = schedule.backward_id
+        self._was_called = False
+
+    def __call__(self) -> None:
+        self._was_called = True
+        schedule = self._schedule()
+        if schedule is not None and schedule.in_backward and schedule.backward_id == self._backward:
+            schedule.finish_backward()
+
+    def __del__(self) -> None:
+        if self._was_called:
+            return
+        schedule = self._schedule()
+        if schedule is not None and schedule.in_backward and schedule.backward_id == self._backward:
+            schedule.abandon_backward()

@@ -1,0 +1,66 @@
+"""Lanes of work beside the computation: one for gathering, one for reducing.
+
+On CUDA a lane is a stream; on CPU the same calls do nothing, so that both run the same engine code. Memory that a
+lane allocates is freed on that lane, ordered after the computation that used it by an event: never
+``record_stream``, never a host synchronisation.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["Lane", "CudaLane", "lane_for"]
+
+
+class Lane:
+    """A lane on a device without streams: work is ordered by the program."""
+
+    def __enter__(self) -> Lane:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+    def wait_for_compute(self) -> None:
+        """What is put on this lane from now on runs after what the computation has been given so far."""
+
+    def compute_waits(self) -> None:
+        """What the computation is given from now on runs after what this lane has been given so far."""
+
+
+class CudaLane(Lane):
+    """A CUDA stream beside the current one."""
+
+    def __init__(self, device: torch.device, priority: int) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device, priority=priority)
+        self._context: list[torch.cuda.StreamContext] = []
+
+    def __enter__(self) -> CudaLane:
+        context = torch.cuda.stream(self.stream)
+        context.__enter__()
+        self._context.append(context)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._context.pop().__exit__(*exc)
+
+    def wait_for_compute(self) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def compute_waits(self) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+
+_IDLE = Lane()
+_cuda_lanes: dict[tuple[torch.device, str], CudaLane] = {}
+
+
+def lane_for(device: torch.device, purpose: str) -> Lane:
+    """The lane for ``"gather"`` or ``"reduce"`` on a device; all units of a process share it."""
+    if device.type != "cuda":
+        return _IDLE
+    key = (device, purpose)
+    if key not in _cuda_lanes:
+        _cuda_lanes[key] = CudaLane(device, priority=-1)
+    return _cuda_lanes[key]

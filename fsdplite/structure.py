@@ -1,0 +1,74 @@
+"""Finding and mapping the tensors inside inputs and outputs of any structure.
+
+Tuples, NamedTuples, lists, dicts and their subclasses, dataclasses, and plain objects with a ``__dict__`` are
+followed; everything else is a leaf.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["map_tensors", "tensors_in"]
+
+_ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def tensors_in(value: Any, _depth: int = 0) -> Iterator[torch.Tensor]:
+    """Every tensor in a structure, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, _ATOMS) or _depth > 16:
+        return
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item, _depth + 1)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item, _depth + 1)
+    elif _is_record(value):
+        for item in vars(value).values():
+            yield from tensors_in(item, _depth + 1)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """The same structure with ``function`` applied to every tensor; parts without a change are kept as they are."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, _ATOMS):
+        return value
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(function, item) for item in value]
+        if all(new is old for new, old in zip(items, value)):
+            return value
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items)
+    if isinstance(value, dict):
+        changed = {key: map_tensors(function, item) for key, item in value.items()}
+        if all(changed[key] is item for key, item in value.items()):
+            return value
+        result = copy.copy(value)
+        for key, item in changed.items():
+            result[key] = item
+        return result
+    if _is_record(value):
+        changed = {key: map_tensors(function, item) for key, item in vars(value).items()}
+        if all(changed[key] is item for key, item in vars(value).items()):
+            return value
+        result = copy.copy(value)
+        for key, item in changed.items():
+            object.__setattr__(result, key, item)
+        return result
+    return value
+
+
+def _is_record(value: Any) -> bool:
+    if isinstance(value, (nn.Module, type)) or callable(value):
+        return False
+    return dataclasses.is_dataclass(value) or (hasattr(value, "__dict__") and type(value).__module__ != "builtins")

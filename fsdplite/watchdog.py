@@ -1,0 +1,125 @@
+"""Turning a stuck collective into an error that says who waits where, and for whom.
+
+A rank whose collective failed leaves a note in the process group's store and reads what the others left. Ranks
+without a note are the missing ones. On gloo the wait itself times out and raises in the program. NCCL waits on the
+device, so a thread watches what is pending, prints the same report and aborts the group.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+from .errors import CollectiveError, unit_label
+from .groups import Groups
+
+__all__ = ["Waiting", "diagnose", "watch"]
+
+_GRACE_S = 2.0
+_PREFIX = "fsdplite/stuck"
+
+
+class Waiting:
+    """What a rank waits for: the unit, the phase and the step."""
+
+    __slots__ = ("phase", "step", "unit")
+
+    def __init__(self, unit: str, phase: str, step: int) -> None:
+        self.unit = unit
+        self.phase = phase
+        self.step = step
+
+    def __str__(self) -> str:
+        return f"{self.phase} of unit {unit_label(self.unit)} in step {self.step}"
+
+
+def diagnose(groups: Groups, waiting: Waiting, cause: BaseException | str) -> CollectiveError:
+    """Exchange notes with the other ranks of ``groups`` and return the error to raise."""
+    others = {}
+    try:
+        others = _exchange_notes(groups, str(waiting))
+        notes = [f"rank {rank} waits in {text}" for rank, text in sorted(others.items())]
+    except Exception as failure:  # the store lives on a rank that is gone; the report must still come out
+        notes = [f"the store cannot be read ({failure})"]
+    missing = [rank for rank in groups.ranks if rank != groups.rank and rank not in others]
+    notes.insert(0, f"rank {groups.rank} waits in {waiting}")
+    if missing:
+        notes.append("missing: " + ", ".join(f"rank {rank}" for rank in missing))
+    else:
+        notes.append("no rank is missing: the ranks run different units")
+    return CollectiveError(
+        f"a collective failed or timed out ({groups.timeout.total_seconds():g} s): {waiting}",
+        found="; ".join(notes),
+        unit=waiting.unit,
+        rank=groups.rank,
+        cure="every rank must run the same units in the same order, as often as the others. Look at the missing "
+        f"ranks' output first. Cause here: {cause}",
+    )
+
+
+def _exchange_notes(groups: Groups, text: str) -> dict[int, str]:
+    store = dist.distributed_c10d._get_default_store()
+    scope = "-".join(map(str, groups.ranks)) if len(groups.ranks) <= 8 else f"{min(groups.ranks)}x{len(groups.ranks)}"
+    store.set(f"{_PREFIX}/{scope}/{groups.rank}", f"{time.time()} {text}")
+    waiting_for = [rank for rank in groups.ranks if rank != groups.rank]
+    found: dict[int, str] = {}
+    fresh_after = time.time() - 2 * groups.timeout.total_seconds() - 60  # an older note is from another failure
+    deadline = time.monotonic() + _GRACE_S
+    while waiting_for and time.monotonic() < deadline:
+        for rank in list(waiting_for):
+            key = f"{_PREFIX}/{scope}/{rank}"
+            if store.check([key]):
+                stamp, _, note = store.get(key).decode().partition(" ")
+                if float(stamp) >= fresh_after:
+                    found[rank] = note
+                    waiting_for.remove(rank)
+        if waiting_for:
+            time.sleep(0.05)
+    return found
+
+
+class _Watchdog(threading.Thread):
+    """Watches device collectives, which cannot raise where the program waits for them."""
+
+    def __init__(self) -> None:
+        super().__init__(name="fsdplite-watchdog", daemon=True)
+        self._lock = threading.Lock()
+        self._pending: list[tuple[float, Any, Groups, Waiting]] = []
+
+    def add(self, work: Any, groups: Groups, waiting: Waiting) -> None:
+        deadline = time.monotonic() + groups.timeout.total_seconds()
+        with self._lock:
+            self._pending.append((deadline, weakref.ref(work), groups, waiting))
+
+    def run(self) -> None:
+        while True:
+            time.sleep(1.0)
+            with self._lock:
+                alive = [entry for entry in self._pending if (work := entry[1]()) and not work.is_completed()]
+                self._pending = alive
+            now = time.monotonic()
+            late = next((entry for entry in alive if entry[0] < now), None)
+            if late is not None:
+                _, _, groups, waiting = late
+                print(diagnose(groups, waiting, "no completion on the device"), file=sys.stderr, flush=True)
+                groups.whole.abort()
+                return
+
+
+_watchdog: _Watchdog | None = None
+
+
+def watch(work: Any, groups: Groups, waiting: Waiting) -> None:
+    """Watch a collective on an accelerator (gloo needs none: its own wait raises)."""
+    global _watchdog
+    if _watchdog is None or not _watchdog.is_alive():
+        _watchdog = _Watchdog()
+        _watchdog.start()
+    _watchdog.add(work, groups, waiting)
+
+

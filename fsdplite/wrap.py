@@ -1,0 +1,385 @@
+"""``fsdp_wrap``: from a plain module to units, in place."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import optimizer_hooks
+from .collectives import broadcast, control_max, control_texts
+from .errors import ConfigError, FSDPError, PolicyError, RankMismatchError
+from .flat_param import FlatParameter, FlatSpec
+from .fsdp_unit import become_unit, state_of
+from .groups import Groups, resolve_groups
+from .low_precision import keep_in_fp32, kept_modules
+from .materialize import Materializer, refuse_gradients, warn_low_precision
+from .modules import user_name
+from .parameter import info_of
+from .partition import Partition, UnitSpec, blocks_worth_wrapping, partition
+from .policy import as_policy
+from .precision import Precision, as_precision
+from .recompute import recompute_matching
+from .regroup import split_frozen
+from .schedule import Schedule
+from .stage import Stage, stage_of
+from .unit import UnitState
+from .watchdog import Waiting
+
+__all__ = ["fsdp_wrap"]
+
+
+def fsdp_wrap(
+    module: nn.Module,
+    policy: Any = None,
+    *,
+    stage: int = 3,
+    mesh: Any = None,
+    precision: Any = None,
+    reshard_after_forward: bool | None = None,
+    prefetch: int = 1,
+    offload: Any = None,
+    recompute: Any = None,
+    ignored: Iterable[nn.Module | nn.Parameter] = (),
+    sync_params: bool = True,
+    forward_methods: tuple[str, ...] = (),
+) -> nn.Module:
+    """Shard a module over ranks, in place, and return it.
+
+    Args:
+        module: Becomes the outermost unit; it and every module that ``policy`` matches become ``FSDPUnit``.
+        policy: Which modules inside become units of their own (``by_class("Block")``, ...). None: none.
+        stage: ZeRO stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
+        mesh: A 1-D or 2-D ``DeviceMesh`` (2-D: replicate, shard), a ``ProcessGroup``, or None: the default group.
+        precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a ``Precision``. The optimizer sees fp32 masters.
+        reshard_after_forward: Free full parameters after forward. None: every unit but the root.
+        prefetch: How many units are gathered ahead.
+        offload: None.
+        recompute: None, or a policy: modules it matches are computed again in backward.
+        ignored: Modules or parameters to leave whole; gradients of trainable ones are averaged all the same.
+        sync_params: Every rank starts from rank 0's parameters and buffers.
+        forward_methods: Names of methods that, as ``forward`` does, need full weights.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ConfigError, PolicyError, WrapError: An argument or the module cannot be used; says what can.
+        RankMismatchError: Ranks were given different models or options; says which differ where.
+
+    Collective: every rank of the mesh must call it. One small check, then, with ``sync_params``, one broadcast per
+    parameter and buffer. Memory: this rank's shards, plus one module's parameters at a time.
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigError("fsdp_wrap takes a module", expected="an nn.Module", found=type(module).__name__)
+    row = stage_of(stage)
+    groups = resolve_groups(mesh, row)
+    failure = None
+    plan = None
+    try:
+        precision = as_precision(precision)
+        policy = as_policy(policy)
+        _check_options(offload, prefetch, reshard_after_forward)
+        methods = _check_methods(module, forward_methods)
+        if recompute is not None:
+            recompute_matching(module, recompute)
+        plan = partition(
+            module,
+            policy,
+            ignored=ignored,
+            is_unit=lambda m: state_of(m) is not None,
+            is_owned=lambda p: info_of(p) is not None,
+            entry_points=methods,
+        )
+        for spec in plan.units:
+            for param in spec.params:
+                refuse_gradients(param.parameter, user_name(param.name), groups.rank)
+    except FSDPError as error:
+        failure = error
+    description = None
+    if failure is None:
+        header = f"stage={stage} policy={policy.describe() if policy else None} {precision.describe()}"
+        header += f" reshard_after_forward={reshard_after_forward} prefetch={prefetch} sync_params={sync_params}"
+        description = [header, *_describe(plan)]
+    _check_ranks_agree(groups, description, failure)
+    optimizer_hooks.install()
+    return _Wrapping(
+        module, plan, row, groups, precision, reshard_after_forward, prefetch, sync_params, methods
+    ).finish()
+
+
+class _Wrapping:
+    """One call of ``fsdp_wrap``, after everything has been checked."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Partition,
+        stage: Stage,
+        groups: Groups,
+        precision: Precision,
+        reshard_after_forward: bool | None,
+        prefetch: int,
+        sync: bool,
+        methods: tuple[str, ...],
+    ) -> None:
+        self.module = module
+        self.plan = plan
+        self.stage = stage
+        self.groups = groups
+        self.precision = precision
+        self.reshard_after_forward = reshard_after_forward
+        self.prefetch = prefetch
+        self.sync = sync
+        self.methods = methods
+        self.device = _compute_device(plan, groups)
+        self.kept, self.kept_outermost = kept_modules(module, precision)
+
+    def finish(self) -> nn.Module:
+        owners: dict[int, tuple[FlatParameter, int]] = {}
+        states = []
+        for spec in self.plan.units:
+            flats = [self._flat(spec, flat_spec) for flat_spec in self._group(spec)]
+            for flat in flats:
+                owners.update({id(user): (flat, index) for index, user in enumerate(flat.users)})
+            states.append((spec, self._state(spec, flats)))
+        self._warn(states)
+        materializer = self._materialize(owners)
+        schedule = self._schedule(states)
+        schedule.unfilled.update(materializer.unfilled)
+        nested = {id(m) for _, m in self.plan.nested for m in m.modules()}
+        for kept in self.kept_outermost:
+            if id(kept) not in nested:
+                keep_in_fp32(kept, self.precision.param_dtype)
+        for spec, state in states:
+            become_unit(spec.module, state, self.methods)
+        return self.module
+
+    def _group(self, spec: UnitSpec) -> list[FlatSpec]:
+        """One flat parameter per dtype, compute dtype and requires_grad, in order of first appearance."""
+        found: dict[Any, FlatSpec] = {}
+        for param in spec.params:
+            p = param.parameter
+            kept = any(id(holder) in self.kept for holder, _ in param.locations)
+            compute = self.precision.compute_dtype(p.dtype, kept)
+            master = self.precision.master_dtype(p.dtype)
+            key = (p.dtype, compute, p.requires_grad)
+            if key not in found:
+                wire = self.precision.wire_dtype(master)
+                found[key] = FlatSpec([], [], [], master, compute, wire, p.requires_grad)
+            group = found[key]
+            group.parameters.append(p)
+            group.names.append(tuple(user_name(name) for name in param.names))
+            group.locations.append(param.locations)
+        return list(found.values())
+
+    def _flat(self, spec: UnitSpec, flat_spec: FlatSpec) -> FlatParameter:
+        return FlatParameter(
+            flat_spec, groups=self.groups, stage=self.stage, device=self.device, unit_name=user_name(spec.name)
+        )
+
+    def _state(self, spec: UnitSpec, flats: list[FlatParameter]) -> UnitState:
+        modules = {id(holder): holder for param in spec.params for holder, _ in param.locations}
+        modules[id(spec.module)] = spec.module
+        return UnitState(
+            spec.module,
+            user_name(spec.name),
+            flats,
+            groups=self.groups,
+            stage=self.stage,
+            precision=self.precision,
+            reshard_after_forward=self.reshard_after_forward,
+            prefetch=self.prefetch,
+            buffers=[(b.module._buffers, b.key) for b in spec.buffers if id(b.module) not in self.kept],
+            hook_dicts=[m._backward_hooks for m in modules.values()],
+        )
+
+    def _materialize(self, owners: dict[int, tuple[FlatParameter, int]]) -> Materializer:
+        plan = self.plan
+        buffers = {(id(b.module), b.key): b for spec in plan.units for b in spec.buffers}
+        here = [param.parameter.is_meta for spec in plan.units for param in spec.params]
+        here += [b.module._buffers[b.key].is_meta for b in buffers.values()]
+        names = [user_name(param.name) for spec in plan.units for param in spec.params]
+        names += [b.name for b in buffers.values()]
+        is_first = self.groups.rank == self.groups.ranks[0]
+        flags = torch.tensor([int(is_first and not meta) for meta in here] + [0], dtype=torch.uint8)
+        waiting = Waiting("", "exchange of which tensors rank 0 holds", 0)
+        flags = control_max(flags, self.groups, waiting).tolist()
+        materializer = Materializer(
+            owners,
+            self.groups,
+            sync=self.sync,
+            first_has={name for name, has in zip(names, flags) if has},
+            device=self.device,
+        )
+        # Modules of units that were there before, and ignored ones, are left alone.
+        skip = {id(m) for _, unit in plan.nested for m in unit.modules()}
+        materializer.fill(self.module, buffers, skip)
+        if self.sync:
+            for spec in plan.ignored_params:
+                p = spec.parameter
+                if p.requires_grad and not p.is_meta:
+                    broadcast(p.data, self.groups, Waiting("", f"broadcast of {spec.name}", 0))
+        return materializer
+
+    def _schedule(self, states: list[tuple[UnitSpec, UnitState]]) -> Schedule:
+        schedule = Schedule(states[0][1], guard_saved=self.device.type == "cpu")
+        schedule.regroup = split_frozen
+        by_module = {id(spec.module): state for spec, state in states}
+        nested = {id(m): name for name, m in self.plan.nested}
+        absorbed: dict[int, tuple[Schedule, str]] = {}
+        for name, m in self.module.named_modules():
+            if id(m) in by_module:
+                schedule.add(by_module[id(m)])
+            elif id(m) in nested:
+                state = state_of(m)
+                old = state.schedule
+                if id(old) not in absorbed:
+                    absorbed[id(old)] = (old, user_name(name) + "." if name else "")
+                    old.rest_all()
+                prefix = absorbed[id(old)][1]
+                state.name = (prefix + state.name).rstrip(".")
+                for flat in state.flats:
+                    flat.rename(prefix)
+                schedule.add(state)
+        for old, prefix in absorbed.values():
+            schedule.unfilled.update({prefix + name: place for name, place in old.unfilled.items()})
+            for name, parameter in old.ignored.release():
+                schedule.ignored.add(prefix + name, parameter)
+        for spec in self.plan.ignored_params:
+            if spec.parameter.requires_grad:
+                schedule.ignored.add(spec.name, spec.parameter)
+        return schedule
+
+    def _warn(self, states: list[tuple[UnitSpec, UnitState]]) -> None:
+        if self.groups.rank != self.groups.ranks[0]:
+            return
+        for text in self.plan.warnings:
+            warnings.warn(text, UserWarning, stacklevel=4)
+        if self.stage.shards_parameters and len(states) == 1 and not self.plan.nested:
+            advice = blocks_worth_wrapping(self.module)
+            if advice is not None:
+                warnings.warn(
+                    f"the whole model is one unit, so the peak is the whole model: {advice}", UserWarning, stacklevel=4
+                )
+        for _, state in states:
+            low = [n for flat in state.flats if flat.trainable and flat.dtype.itemsize == 2 for n in flat.names]
+            if low:
+                warn_low_precision(low, state.name)
+
+
+def _check_options(offload: Any, prefetch: Any, reshard_after_forward: Any) -> None:
+    if offload is not None:
+        raise ConfigError("offload is not part of this version", expected="offload=None", found=repr(offload))
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise ConfigError("prefetch is a number of units", expected="an int >= 0", found=repr(prefetch))
+    if reshard_after_forward not in (None, True, False):
+        raise ConfigError(
+            "reshard_after_forward takes None, True or False",
+            expected="None (all but the root), True or False",
+            found=repr(reshard_after_forward),
+        )
+
+
+def _check_methods(module: nn.Module, methods: Any) -> tuple[str, ...]:
+    if isinstance(methods, str):
+        methods = (methods,)
+    methods = tuple(methods)
+    for name in methods:
+        if not any(callable(getattr(type(m), name, None)) for m in module.modules()):
+            import difflib
+
+            present = sorted(
+                {n for m in module.modules() for n in vars(type(m)) if not n.startswith("_") and callable(getattr(m, n))}
+            )
+            near = difflib.get_close_matches(name, present, n=1)
+            raise PolicyError(
+                f"forward_methods names '{name}', which no module here has",
+                expected=", ".join(present[:20]),
+                found=f"'{name}'" + (f" (did you mean '{near[0]}'?)" if near else ""),
+            )
+    return methods
+
+
+def _compute_device(plan: Partition, groups: Groups) -> torch.device:
+    """The accelerator if the group communicates on one, else where the parameters are."""
+    if torch.cuda.is_available() and (groups.whole is None or _has_cuda(groups.whole)):
+        if groups.whole is not None or any(p.parameter.is_cuda for spec in plan.units for p in spec.params):
+            return torch.device("cuda", torch.cuda.current_device())
+    for spec in plan.units:
+        for param in spec.params:
+            if not param.parameter.is_meta:
+                return param.parameter.device
+    return torch.device("cpu")
+
+
+def _has_cuda(group: Any) -> bool:
+    try:
+        group._get_backend(torch.device("cuda"))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _describe(plan: Partition) -> list[str]:
+    """One line per unit and parameter, equal on all ranks if they wrap the same model."""
+    lines = []
+    for spec in plan.units:
+        lines.append(f"unit '{spec.name}' is a {type(spec.module).__name__}")
+        for param in spec.params:
+            p = param.parameter
+            lines.append(
+                f"parameter '{'|'.join(param.names)}' {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+            )
+        lines += [f"buffer '{b.name}' {tuple(b.module._buffers[b.key].shape)} {b.module._buffers[b.key].dtype}"
+                  for b in spec.buffers]  # fmt: skip
+    lines += [f"unit '{name}' from before" for name, _ in plan.nested]
+    lines += [f"ignored '{spec.name}' {tuple(spec.parameter.shape)}" for spec in plan.ignored_params]
+    return lines
+
+
+def _check_ranks_agree(groups: Groups, description: list[str] | None, failure: FSDPError | None) -> None:
+    """Raise here what any rank found wrong, and where ranks differ, on all of them.
+
+    Collective: one all-reduce of 64 bytes on the control group.
+    """
+    if groups.control is None:
+        if failure is not None:
+            raise failure
+        return
+    waiting = Waiting("", "comparison of models in fsdp_wrap", 0)
+    if failure is not None:
+        stamp = bytes(32)
+    else:
+        stamp = hashlib.sha256(json.dumps(description).encode()).digest()
+    message = bytearray(stamp) + bytearray(255 - byte for byte in stamp)
+    merged = control_max(torch.frombuffer(message, dtype=torch.uint8), groups, waiting)
+    if all(merged[i] + merged[i + 32] == 255 for i in range(32)) and failure is None:
+        return
+    texts = control_texts([description, str(failure) if failure is not None else None], groups, waiting)
+    if failure is not None:
+        raise failure
+    _raise_difference(groups, texts)
+
+
+def _raise_difference(groups: Groups, texts: list) -> None:
+    for rank, (_, failed) in zip(groups.ranks, texts):
+        if failed is not None:
+            raise RankMismatchError(f"fsdp_wrap failed on rank {rank}", found=failed, rank=rank)
+    descriptions = [lines for lines, _ in texts]
+    for position in range(max(len(lines) for lines in descriptions)):
+        column = [lines[position] if position < len(lines) else "nothing" for lines in descriptions]
+        if len(set(column)) > 1:
+            raise RankMismatchError(
+                "ranks wrap different models or use different options",
+                expected=f"rank {groups.ranks[0]}: {column[0]}",
+                found="; ".join(f"rank {r}: {c}" for r, c in zip(groups.ranks, column) if c != column[0]),
+                rank=groups.rank,
+                cure="build the same model with the same options on every rank",
+            )
+    raise AssertionError("descriptions differ in their hash only")
