@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from . import events
+from .binding import Binding, Location, Replaced
 from .collectives import Pending, all_gather
 from .errors import ParameterUseError
 from .gradient import ShardedGrad
@@ -52,7 +53,7 @@ class FlatSpec:
 
     parameters: list[nn.Parameter]
     names: list[tuple[str, ...]]
-    locations: list[list[tuple[Any, str]]]
+    locations: list[list[Location]]
     dtype: torch.dtype
     compute_dtype: torch.dtype
     wire_dtype: torch.dtype
@@ -84,13 +85,9 @@ class FlatParameter:
         self.gathered_generation = -1  # the generation that the full buffer holds
         self.unfilled: set[int] = set(range(len(self.users)))  # nobody has given these values yet
         self._pending: Pending | None = None
+        self._is_arriving = False
         self._post_accumulate_hooks: dict[int, list[Callable[[torch.Tensor], None]]] = {}
-        self._places = [
-            (_place_of(holder), attribute, index)
-            for index, locations in enumerate(spec.locations)
-            for holder, attribute in locations
-        ]
-        self._bound_full = False
+        self.binding = Binding(spec.locations)
         self._create_full()
         self.gradient = GradientBuffer(self) if self.trainable else None
 
@@ -100,6 +97,22 @@ class FlatParameter:
     def names(self) -> list[str]:
         """Canonical dotted names."""
         return [names[0] for names in self.all_names]
+
+    @property
+    def numel(self) -> int:
+        return self.layout.numel
+
+    @property
+    def padded_numel(self) -> int:
+        return self.layout.padded_numel
+
+    @property
+    def shard_numel(self) -> int:
+        return self.layout.shard_numel
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.trainable
 
     @property
     def aliases_shard(self) -> bool:
@@ -140,7 +153,7 @@ class FlatParameter:
             ref = weakref.ref(self)
             for index, leaf in enumerate(self.leaves):
                 leaf.register_post_accumulate_grad_hook(_leaf_hook(ref, index))
-        self._binding = [(place, key, self.users[i], self.leaves[i]) for place, key, i in self._places]
+        self.binding.connect(self.users, self.leaves)
 
     def __del__(self) -> None:
         if OWNERS.get(getattr(self, "_owner_key", 0)) is self:
@@ -168,17 +181,20 @@ class FlatParameter:
                 self._pending = all_gather(self._full, self._own_slot, self.groups, waiting)
             elif events.active is not None:
                 events.active.emit("cast", self.unit_name, self.full_bytes)
-        self.is_unsharded = True
+        self.is_unsharded = self._is_arriving = True
         self.gathered_generation = self.generation
         return True
 
     def wait_unsharded(self) -> None:
         """The computation may read the full buffer after this."""
+        if not self._is_arriving:
+            return
         pending = self._pending
         if pending is not None:
             pending.wait()  # a failed gather stays pending: its buffer may still be written to and must not be freed
             self._pending = None
         self.gather_lane.compute_waits()
+        self._is_arriving = False
 
     @property
     def is_pending(self) -> bool:
@@ -203,54 +219,17 @@ class FlatParameter:
 
     def bind_full(self) -> None:
         """Modules see full-size leaves. Raises if a module no longer holds the user's parameter."""
-        if self._bound_full:
-            return
-        for place, key, user, leaf in self._binding:
-            if type(place) is not dict:
-                place = _Attributes(place)
-            if place.get(key) is not user:
-                raise self._replaced(key, place.get(key))
-            place[key] = leaf
-        self._bound_full = True
+        try:
+            self.binding.bind_full()
+        except Replaced as problem:
+            raise self.replaced(problem.index, problem.found) from None
 
     def bind_users(self) -> None:
         """Modules hold the users' sharded parameters again."""
-        if not self._bound_full:
-            return
-        for place, key, user, _ in self._binding:
-            if type(place) is not dict:
-                place = _Attributes(place)
-            place[key] = user
-        self._bound_full = False
+        self.binding.bind_users()
 
-    def bind_others(self, replacements: dict[int, nn.Parameter]) -> None:
-        """Modules see these parameters instead, until :meth:`bind_users` (``full_params``)."""
-        for place, key, index in self._places:
-            if index in replacements:
-                (place if type(place) is dict else _Attributes(place))[key] = replacements[index]
-        self._bound_full = True
-
-    def shown(self, index: int) -> Any:
-        """What modules hold for parameter ``index`` at the moment."""
-        place, key = self.locations_of(index)[0]
-        return (place if type(place) is dict else _Attributes(place)).get(key)
-
-    def replaced_inside(self, index: int) -> ParameterUseError:
-        return self._replaced(self.locations_of(index)[0][1], self.shown(index))
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether modules see something else than the users' parameters at the moment."""
-        return self._bound_full
-
-    def locations_of(self, index: int) -> list[tuple[Any, str]]:
-        """Where parameter ``index`` is held, as :class:`FlatSpec` takes it."""
-        return [(place, key) for place, key, i in self._places if i == index]
-
-    def _replaced(self, key: str, found: Any) -> ParameterUseError:
-        name = next(
-            (names[0] for names in self.all_names if any(n.rpartition(".")[2] == key for n in names)), self.names[0]
-        )
+    def replaced(self, index: int, found: Any) -> ParameterUseError:
+        name = self.names[index]
         return ParameterUseError(
             f"the weight '{name}' was replaced after wrapping",
             expected="the Parameter object that was there when the module was wrapped",
@@ -393,9 +372,9 @@ class FlatParameter:
         copy.gathered_generation = -1
         copy.unfilled = set(self.unfilled)
         copy._pending = None
+        copy._is_arriving = False
         copy._post_accumulate_hooks = {i: list(hooks) for i, hooks in self._post_accumulate_hooks.items()}
-        copy._bound_full = False
-        copy._places = []
+        copy.binding = Binding([])
         copy.users = []
         for index, user in enumerate(self.users):
             start, stop = self.layout.shard_slice(index, self.groups.shard_rank)
@@ -419,25 +398,8 @@ class FlatParameter:
 
     def locate(self, original: FlatParameter, memo: dict) -> None:
         """After a deep copy of the modules: find the copied places of the original's users."""
-        self._places = []
-        for place, key, index in original._places:
-            twin = memo.get(id(place)) if type(place) is dict else memo.get(id(place()))
-            if twin is not None:
-                self._places.append((twin if type(place) is dict else weakref.ref(twin), key, index))
-        self._binding = [(place, key, self.users[i], self.leaves[i]) for place, key, i in self._places]
-
-
-class _Attributes:
-    """Writes through ``setattr`` where a module overrides it (RNNs keep a list of their weights beside the dict)."""
-
-    def __init__(self, module: weakref.ref) -> None:
-        self._module = module()
-
-    def get(self, key: str) -> Any:
-        return self._module._parameters.get(key)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        setattr(self._module, key, value)
+        self.binding = original.binding.copy_for(memo)
+        self.binding.connect(self.users, self.leaves)
 
 
 class _Removable:
@@ -450,15 +412,6 @@ class _Removable:
     def remove(self) -> None:
         if self._hook in self._hooks:
             self._hooks.remove(self._hook)
-
-
-def _place_of(holder: Any) -> Any:
-    """Where to write: the module's dict of parameters, or, if it overrides ``__setattr__``, the module (weakly)."""
-    if not isinstance(holder, nn.Module):
-        return holder  # a place already
-    if type(holder).__setattr__ is nn.Module.__setattr__:
-        return holder._parameters
-    return weakref.ref(holder)
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

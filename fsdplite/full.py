@@ -58,7 +58,14 @@ def full_params(module: nn.Module, writeback: bool = False, rank0_writes: bool =
     shown: list[tuple[FlatParameter, torch.Tensor, dict[int, nn.Parameter]]] = []
     try:
         for flat, indices in wanted:
-            if flat.is_bound and not writeback:
+            if flat.binding.is_bound:
+                if writeback:
+                    raise ConfigError(
+                        "weights cannot be edited while their unit runs, or inside another full_params",
+                        unit=flat.unit_name,
+                        rank=flat.groups.rank,
+                        cure="open full_params(..., writeback=True) outside the forward and on its own",
+                    )
                 continue  # inside the unit's own forward the weights are whole already
             shown.append(_show(flat, indices, writeback))
         yield
@@ -67,7 +74,7 @@ def full_params(module: nn.Module, writeback: bool = False, rank0_writes: bool =
                 _write_back(flat, whole, leaves, rank0_writes)
     finally:
         for flat, _, _ in shown:
-            flat.bind_users()
+            flat.binding.unbind_others()
 
 
 def _flats_below(module: nn.Module) -> list[tuple[FlatParameter, list[int]]]:
@@ -81,7 +88,7 @@ def _flats_below(module: nn.Module) -> list[tuple[FlatParameter, list[int]]]:
         info = info_of(parameter)
         if info is not None and type(parameter) is ShardedParameter:
             found.setdefault(info.flat, []).append(info.index)
-    return [(flat, indices) for flat, indices in found.items() if indices or flat.is_bound]
+    return [(flat, indices) for flat, indices in found.items() if indices or flat.binding.is_bound]
 
 
 def _show(
@@ -103,7 +110,7 @@ def _show(
                 for hook in (flat.leaves[index]._backward_hooks or {}).values():
                     leaf.register_hook(hook)
             leaves[index] = leaf
-    flat.bind_others(leaves)
+    flat.binding.bind_others(leaves)
     return flat, whole, leaves
 
 
@@ -122,9 +129,9 @@ def _write_back(flat: FlatParameter, whole: torch.Tensor, leaves: dict[int, nn.P
     for index in leaves:
         slot = flat.layout.slots[index]
         value = whole[slot.offset : slot.stop]
-        shown = flat.shown(index)
+        shown = flat.binding.shown(index)
         if shown is not leaves[index]:
-            raise flat.replaced_inside(index)
+            raise flat.replaced(index, shown)
         if leaves[index].data_ptr() != value.data_ptr() and slot.numel:
             value = leaves[index].detach().to(flat.dtype).reshape(-1).contiguous()  # .data was set to another tensor
         if rank0:

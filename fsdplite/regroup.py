@@ -35,7 +35,7 @@ def split_frozen(flat: FlatParameter) -> None:
         spec = FlatSpec(
             parameters=[flat.users[i] for i in members],
             names=[flat.all_names[i] for i in members],
-            locations=[flat.locations_of(i) for i in members],
+            locations=[flat.binding.locations_of(i) for i in members],
             dtype=flat.dtype,
             compute_dtype=flat.compute_dtype,
             wire_dtype=flat.wire_dtype,

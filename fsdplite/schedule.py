@@ -64,7 +64,6 @@ class Schedule:
         self._in_flight: list[FlatParameter] = []
         self._keeps_graph = False
         self._idle: list[UnitState] = []
-        self._broken: FSDPError | None = None
 
     @property
     def groups(self) -> Groups:
@@ -88,8 +87,6 @@ class Schedule:
         self.depth += 1
 
     def _begin_forward(self, unit: UnitState) -> None:
-        if self._broken is not None:
-            raise self._broken
         optimizer_hooks.restore()
         if self.in_backward:
             self.abandon_backward()  # its end never came, and neither did its destruction

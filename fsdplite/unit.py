@@ -317,13 +317,13 @@ class UnitState:
     def finish_call(self, call: Call) -> None:
         """A backward has passed this call."""
         if call.is_kept and not call.is_done:
-            self.kept_calls -= 1
+            self.kept_calls = max(0, self.kept_calls - 1)  # 0 after an error reset it
         call.is_done = True
 
     def drop_kept(self, call: Call) -> None:
         """The graph of a kept call was dropped without a backward."""
         call.is_done = True
-        self.kept_calls -= 1
+        self.kept_calls = max(0, self.kept_calls - 1)
         if not self.kept_calls:
             self.schedule.rest_when_idle(self)
 

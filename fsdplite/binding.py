@@ -1,0 +1,121 @@
+"""What modules hold in place of a user's parameters: the sharded ones at rest, full leaves while a unit computes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Binding", "Location", "Replaced"]
+
+# Where a parameter is held: a module or its dict of parameters (or a weak reference to the module), and the key.
+Location = tuple[Any, str]
+
+
+class Replaced(Exception):
+    """A module holds something else than the user's parameter."""
+
+    def __init__(self, index: int, found: Any) -> None:
+        super().__init__(index)
+        self.index = index
+        self.found = found
+
+
+class Binding:
+    """Every place that holds one of the parameters of a flat parameter.
+
+    The dicts of parameters are held strongly and modules weakly: saved graphs keep flat parameters alive, and must
+    not keep modules (which may cache activations of those graphs).
+    """
+
+    def __init__(self, locations: Sequence[Sequence[Location]]) -> None:
+        self._places = [
+            (_place_of(holder), key, index) for index, held in enumerate(locations) for holder, key in held
+        ]
+        self._table: list[tuple[Any, str, nn.Parameter, nn.Parameter, int]] = []
+        self.is_bound = False
+        self._shows_others = False
+
+    def connect(self, users: Sequence[nn.Parameter], leaves: Sequence[nn.Parameter]) -> None:
+        """Build the table once: place, key, what rests there, what stands in for it."""
+        self._table = [(place, key, users[i], leaves[i], i) for place, key, i in self._places]
+
+    def bind_full(self) -> None:
+        """Modules see the leaves. Raises :class:`Replaced` if one no longer holds the user's parameter."""
+        if self.is_bound:
+            return
+        for place, key, user, leaf, index in self._table:
+            if type(place) is not dict:
+                place = _Attributes(place)
+            if place.get(key) is not user:
+                self._restore(index)
+                raise Replaced(index, place.get(key))
+            place[key] = leaf
+        self.is_bound = True
+
+    def _restore(self, stop: int) -> None:
+        for place, key, user, leaf, index in self._table:
+            place = place if type(place) is dict else _Attributes(place)
+            if index <= stop and place.get(key) is leaf:
+                place[key] = user
+
+    def bind_users(self) -> None:
+        """Modules hold the users' parameters again."""
+        if not self.is_bound or self._shows_others:
+            return
+        for place, key, user, _, _ in self._table:
+            if type(place) is not dict:
+                place = _Attributes(place)
+            place[key] = user
+        self.is_bound = False
+
+    def bind_others(self, replacements: dict[int, nn.Parameter]) -> None:
+        """Modules see these instead until :meth:`unbind_others`, also after calls in between (``full_params``)."""
+        for place, key, index in self._places:
+            if index in replacements:
+                (place if type(place) is dict else _Attributes(place))[key] = replacements[index]
+        self.is_bound = self._shows_others = True
+
+    def unbind_others(self) -> None:
+        self._shows_others = False
+        self.bind_users()
+
+    def shown(self, index: int) -> Any:
+        """What modules hold for parameter ``index`` at the moment."""
+        place, key = self.locations_of(index)[0]
+        return (place if type(place) is dict else _Attributes(place)).get(key)
+
+    def locations_of(self, index: int) -> list[Location]:
+        return [(place, key) for place, key, i in self._places if i == index]
+
+    def copy_for(self, memo: dict) -> Binding:
+        """After a deep copy of modules: the copied places of the same parameters."""
+        twin = Binding([])
+        for place, key, index in self._places:
+            found = memo.get(id(place)) if type(place) is dict else memo.get(id(place()))
+            if found is not None:
+                twin._places.append((found if type(place) is dict else weakref.ref(found), key, index))
+        return twin
+
+
+class _Attributes:
+    """Writes through ``setattr`` where a module overrides it (RNNs keep a list of their weights beside the dict)."""
+
+    def __init__(self, module: weakref.ref) -> None:
+        self._module = module()
+
+    def get(self, key: str) -> Any:
+        return self._module._parameters.get(key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        setattr(self._module, key, value)
+
+
+def _place_of(holder: Any) -> Any:
+    if not isinstance(holder, nn.Module):
+        return holder  # a place already
+    if type(holder).__setattr__ is nn.Module.__setattr__:
+        return holder._parameters
+    return weakref.ref(holder)
