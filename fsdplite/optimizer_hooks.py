@@ -79,7 +79,7 @@ def restore() -> None:
     """Back to the guarded classes; also at the next forward, where a step died of an exception."""
     while _flipped:
         tensor = _flipped.pop()
-        tensor.__class__ = ShardedParameter if isinstance(tensor, nn.Parameter) else ShardedGrad
+        tensor.__class__ = ShardedParameter if type(tensor) is nn.Parameter else ShardedGrad
 
 
 def flip_again() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from . import optimizer_hooks
 from .collectives import broadcast, control_max, control_texts
-from .errors import ConfigError, FSDPError, PolicyError, RankMismatchError
+from .errors import ConfigError, PolicyError, RankMismatchError
 from .flat_param import FlatParameter, FlatSpec
 from .fsdp_unit import become_unit, state_of
 from .groups import Groups, resolve_groups
@@ -99,7 +99,7 @@ def fsdp_wrap(
         for spec in plan.units:
             for param in spec.params:
                 refuse_gradients(param.parameter, user_name(param.name), groups.rank)
-    except FSDPError as error:
+    except Exception as error:  # also what a user's predicate raises: the other ranks must hear of it
         failure = error
     description = None
     if failure is None:
@@ -343,7 +343,7 @@ def _describe(plan: Partition) -> list[str]:
     return lines
 
 
-def _check_ranks_agree(groups: Groups, description: list[str] | None, failure: FSDPError | None) -> None:
+def _check_ranks_agree(groups: Groups, description: list[str] | None, failure: Exception | None) -> None:
     """Raise here what any rank found wrong, and where ranks differ, on all of them.
 
     Collective: one all-reduce of 64 bytes on the control group.
