@@ -52,12 +52,14 @@ def main() -> None:
         fsdp.fsdp_wrap(block)
     fsdp.fsdp_wrap(model)
 
-    # Nothing was replaced: same classes, same names, same Parameter objects. Only, each holds this rank's slice now.
-    up = model.blocks[0].up
+    # Nothing was replaced: same classes, same names, same Parameter objects. Only, each holds this rank's slice now. The
+    # cut goes through the unit as a whole, so one parameter may lie on a single rank and another one on both.
     assert isinstance(model.blocks[0], Block) and isinstance(model.blocks[0], fsdp.FSDPUnit)
     if rank == 0:
-        fsdp.summary(model)
-        print(f"blocks.0.up.weight: {up.weight.numel()} of {up.weight.full_shape.numel()} elements on this rank\n")
+        print(fsdp.summary(model))
+        for name, parameter in model.blocks[0].named_parameters():
+            print(f"blocks.0.{name}: {parameter.numel():,} of {parameter.full_shape.numel():,} elements on rank 0")
+        print()
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(1 + rank)  # every rank its own data, as in any data parallel run

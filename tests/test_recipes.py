@@ -147,6 +147,8 @@ def test_wrap_by_hand_prints_a_step(ranks: int) -> None:
     printed = run_recipe("wrap_by_hand.py", ranks=ranks)
     for unit in ("blocks.0", "blocks.1", "blocks.2"):
         assert unit in printed
-    assert f"{64 * 256 // ranks} of {64 * 256} elements" in printed
+    # up.weight is the first half of its unit, nearly: on two ranks it fits into rank 0's slice, with a piece of up.bias.
+    assert "blocks.0.up.weight: 16,384 of 16,384 elements" in printed
+    assert f"blocks.0.down.bias: {64 if ranks == 1 else 0} of 64 elements" in printed
     if ranks > 1:
         assert "all-gather" in printed and "reduce-scatter" in printed
