@@ -273,7 +273,7 @@ class Report:
         else:
             print(text, flush=True)
 
-    def advance(self, loss: torch.Tensor, norm: float) -> None:
+    def advance(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
         if self.live is not None:
             self.live.update(self.task, advance=1, description=f"loss {loss:.3f}  norm {norm:.2f}")
 
@@ -363,7 +363,7 @@ def main() -> None:
             loss = model(tokens, targets) / args.accumulation
             loss.backward()
             step_loss += loss.detach()
-        norm = float(model.clip_grad_norm_(args.clip))
+        norm = model.clip_grad_norm_(args.clip)
         optimizer.step()
         optimizer.zero_grad()
         interval_tokens += args.batch * args.block
@@ -381,7 +381,7 @@ def main() -> None:
                 "step",
                 f"step {step + 1:5d}  loss {train_loss:.3f}  held-out {held_out_loss:.3f}  norm {norm:.2f}  "
                 f"{tokens_per_s:,.0f} tokens/s  at rest {rest_bytes / 1e6:.1f} MB  peak {peak / 1e6:.0f} MB",
-                step=step + 1, loss=train_loss, held_out_loss=held_out_loss, grad_norm=norm,
+                step=step + 1, loss=train_loss, held_out_loss=held_out_loss, grad_norm=norm.item(),
                 lr=learning_rate(step, args), tokens_per_s=tokens_per_s, rest_bytes=rest_bytes, peak_bytes=peak,
             )
         if step == 0 or (step + 1) % args.interval == 0:  # the first step also loads and allocates, so it is not timed

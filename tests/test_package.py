@@ -228,22 +228,3 @@ def test_version_is_a_release_number() -> None:
 
 def test_the_package_is_typed() -> None:
     assert (PACKAGE / "py.typed").is_file()
-
-
-def test_every_error_is_documented() -> None:
-    from fsdplite import errors
-
-    text = (PACKAGE.parent / "docs" / "errors.md").read_text(encoding="utf-8")
-    assert not [name for name in errors.__all__ if f"`{name}`" not in text and f"fsdp.{name}`" not in text]
-
-
-def test_links_in_documents_lead_somewhere() -> None:
-    repository = PACKAGE.parent
-    documents = [repository / "README.md", repository / "CHANGELOG.md", *sorted((repository / "docs").glob("*.md"))]
-    broken = [
-        f"{document.relative_to(repository)}: {target}"
-        for document in documents
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text(encoding="utf-8"))
-        if "://" not in target and not (document.parent / target).exists()
-    ]
-    assert not broken, broken

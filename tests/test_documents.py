@@ -1,0 +1,106 @@
+"""What the documents show runs, and what they refer to is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import fsdplite as fsdp
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def code_blocks(document: str) -> list[tuple[str, str]]:
+    """(heading, code) of each Python block of a document."""
+    blocks = []
+    for section in re.split(r"^#+ ", (REPOSITORY / document).read_text(encoding="utf-8"), flags=re.MULTILINE):
+        heading = section.partition("\n")[0]
+        blocks += [(heading, code) for code in re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)]
+    return blocks
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Iterator[types.ModuleType]:
+    spec = importlib.util.spec_from_file_location("train_gpt", REPOSITORY / "recipes" / "train_gpt.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture
+def names(recipe: types.ModuleType) -> dict:
+    """What the snippets take for granted: a small GPT, its block, data."""
+    torch.manual_seed(0)
+    rows = torch.randint(256, (3, 2, 9))
+    size = recipe.SIZES["tiny"]
+    return {
+        "torch": torch, "nn": torch.nn, "fsdp": fsdp, "Block": recipe.Block, "config": size,
+        "GPT": lambda config=size: recipe.GPT(config, 8),
+        "batches": lambda device=None: [(row[:, :-1], row[:, 1:]) for row in rows],
+    }  # fmt: skip
+
+
+def test_the_example_of_the_readme_runs(names: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = types.ModuleType("my_project")
+    project.__dict__.update(names)
+    monkeypatch.setitem(sys.modules, "my_project", project)
+    monkeypatch.chdir(tmp_path)
+    ((_, code),) = code_blocks("README.md")
+    exec(compile(code, "README.md", "exec"), {})
+    plain = names["GPT"]()
+    plain.load_state_dict(torch.load(tmp_path / "model.pt"))
+
+
+# Blocks that need a model that is wrapped already, and those that need many GPUs.
+ON_WRAPPED = {"The loop", "Accumulation", "fp16 and the loss scaler", "Parameters in full"}
+NOT_HERE = {"Hybrid sharding"}
+
+
+@pytest.mark.parametrize("heading, code", code_blocks("docs/training.md"))
+def test_the_snippets_of_the_guide_run(names: dict, heading: str, code: str) -> None:
+    if heading in NOT_HERE:
+        compile(code, heading, "exec")
+        return
+    import contextlib
+
+    names["contextlib"] = contextlib
+    model = names["model"] = names["GPT"]()
+    names["policy"] = fsdp.by_class(names["Block"])
+    if "batches:" in code:
+        names["batches"] = names["batches"]()
+    names["microbatches"] = names["batches"]() if callable(names["batches"]) else names["batches"]
+    if heading in ON_WRAPPED:
+        fsdp.fsdp_wrap(model, names["policy"], precision="fp16" if "fp16" in heading else None)
+        names["optimizer"] = torch.optim.AdamW(model.parameters())
+        x, y = names["microbatches"][0]
+        loss = names["loss"] = model(x, y)
+        if heading == "Parameters in full":
+            loss.backward()
+    exec(compile(code, heading, "exec"), names)
+
+
+def test_every_error_is_documented() -> None:
+    from fsdplite import errors
+
+    text = (REPOSITORY / "docs" / "errors.md").read_text(encoding="utf-8")
+    assert not [name for name in errors.__all__ if f"`{name}`" not in text and f"fsdp.{name}`" not in text]
+
+
+def test_links_in_documents_lead_somewhere() -> None:
+    documents = [REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+    broken = [
+        f"{document.relative_to(REPOSITORY)}: {target}"
+        for document in documents
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text(encoding="utf-8"))
+        if "://" not in target and not (document.parent / target).exists()
+    ]
+    assert not broken, broken
