@@ -65,8 +65,7 @@ def functional_call(stage: int) -> None:
 
 def data_parallel_around(stage: int) -> None:
     model = wrapped_stack(stage)
-    with pytest.raises(Exception, match="(?i)parameters|fsdp_wrap"):
-        nn.parallel.DistributedDataParallel(model)
+    expect_loud(lambda: nn.parallel.DistributedDataParallel(model), "DistributedDataParallel", "stage=0")
     still_trains(model)
 
 
@@ -251,9 +250,14 @@ def random_initialisers(stage: int) -> None:
     model = nn.Sequential(nn.Linear(1, 1, bias=False, dtype=torch.float64))
     fsdp.fsdp_wrap(model, fsdp.by_class(nn.Linear), stage=stage)
     weight, before = model[0].weight, gather(model)["0.weight"]
-    for initialise in INITIALISERS.values():
+    accepted = []
+    for name, initialise in INITIALISERS.items():
         with torch.no_grad():
-            expect_loud(lambda initialise=initialise: initialise(weight), "0.weight", "full_params", "writeback=True")
+            try:
+                expect_loud(lambda initialise=initialise: initialise(weight), "0.weight", "full_params", "writeback=True")
+            except AssertionError as error:
+                accepted.append(f"{name}: {error}")
+    assert not accepted, "\n".join(accepted)
     expect_loud(model[0].reset_parameters, "0.weight", "writeback=True")
     assert_close(gather(model)["0.weight"], before, bitwise=True)
     nn.init.constant_(weight, 3.0)

@@ -251,9 +251,9 @@ def error_then_clean_step(where: str, n: int, block: int, reshard: bool | None, 
 def test_L7_an_error_in_the_middle_of_a_step(world_size: int) -> None:
     places = ("forward", "backward", "between")
     combinations = [(where, 3, 1, None, 1, 3) for where in places]
-    combinations += [(where, 4, block, True, 2, 3) for where in places for block in (0, 3)]
     combinations += [(where, 2, 0, False, 0, 3) for where in places]
     if world_size == 2:
+        combinations += [(where, 4, block, True, 2, 3) for where in places for block in (0, 3)]
         combinations += [(where, 3, 1, None, 1, stage) for where in places for stage in (0, 1, 2)]
     run(world_size, for_each, combinations, error_then_clean_step)
 
@@ -286,7 +286,8 @@ def everything_goes(policy: Any, precision: str, recompute: Any, fail: bool) -> 
     before = tensors_alive()
     refs = live()
     after = tensors_alive()
-    assert [ref() for ref in refs if ref() is not None] == []
+    alive = [type(ref()).__name__ for ref in refs if ref() is not None]
+    assert not alive, f"stay alive: {alive}"
     assert after <= before, f"{after - before} tensors stay alive"
 
 

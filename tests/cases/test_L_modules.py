@@ -89,8 +89,10 @@ def compiled(how: str, when: str, backend_name: str, reshard: bool | None) -> No
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_L11_compiled_blocks(world_size: int, backend: str) -> None:
-    combinations = [(how, when, backend, None) for how in ("in place", "wrapper") for when in ("before", "after")]
-    combinations += [("in place", "before", backend, True)]
+    ways = [(how, when) for how in ("in place", "wrapper") for when in ("before", "after")]
+    if backend == "aot_eager":  # the slower one: each way once
+        ways = ways[world_size - 1 :: 2]
+    combinations = [(how, when, backend, None) for how, when in ways] + [("in place", "before", backend, True)]
     run(world_size, for_each, combinations, compiled, timeout_s=60)
 
 
@@ -187,8 +189,11 @@ def still_the_users(recompute: Any, policy: Any, stage: int) -> None:
     assert model.note == "mine"
     del model.note
     for name in ("no_such_thing", "broken"):
-        with pytest.raises(AttributeError, match="no_such_thing"):
+        with pytest.raises(AttributeError) as expected:
+            getattr(reference, name)
+        with pytest.raises(AttributeError) as found:
             getattr(model, name)
+        assert name in str(found.value) and str(found.value) == str(expected.value)
     train_rank(model, adamw(model), range(2), stack_batch, here.rank)
     same()
     train_ref(reference, adamw(reference), range(2), stack_batch, here.world_size)
