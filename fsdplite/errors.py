@@ -6,6 +6,7 @@ catches ``ValueError`` for bad configuration keeps working.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "GradientError",
     "RankMismatchError",
     "CollectiveError",
+    "CheckpointError",
 ]
 
 
@@ -99,6 +101,39 @@ class RankMismatchError(FSDPError):
 
 class CollectiveError(FSDPError):
     """A collective failed or did not finish in time."""
+
+
+class CheckpointError(FSDPError):
+    """A checkpoint could not be saved, loaded, verified or exported.
+
+    Attributes:
+        phase: What was being done: ``"write"``, ``"publish"``, ``"read"``, ...
+        path: The file or directory.
+        errno: Of the operating system's error, if there was one.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        phase: str | None = None,
+        path: str | None = None,
+        errno: int | None = None,
+        **details: Any,
+    ) -> None:
+        super().__init__(problem, **details)
+        self.phase = phase
+        self.path = path
+        self.errno = errno
+        parts = []
+        if phase is not None:
+            parts.append(f"phase '{phase}'")
+        if path is not None:
+            parts.append(f"path {path}")
+        if errno is not None:
+            parts.append(f"errno {errno} ({os.strerror(errno)})")
+        if parts:
+            self.args = (f"{self.args[0]}\n  at: {', '.join(parts)}",)
 
 
 def unit_label(name: str) -> str:

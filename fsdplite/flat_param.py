@@ -31,10 +31,21 @@ from .watchdog import Waiting
 if TYPE_CHECKING:
     from .unit import UnitState
 
-__all__ = ["FlatParameter", "FlatSpec", "OWNERS"]
+__all__ = ["FlatParameter", "FlatSpec", "owner_of"]
 
 # Which flat parameter a full buffer's storage belongs to: answers "is this tensor a gathered weight?".
-OWNERS: dict[int, FlatParameter] = {}
+# Weak: asking must not keep a model alive.
+OWNERS: dict[int, weakref.ref[FlatParameter]] = {}
+
+
+def owner_of(tensor: torch.Tensor) -> FlatParameter | None:
+    """The flat parameter whose full buffer a tensor lies in."""
+    try:
+        ref = OWNERS.get(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # sparse and other tensors without a storage
+        return None
+    return ref() if ref is not None else None
+
 
 
 @dataclass
@@ -147,7 +158,7 @@ class FlatParameter:
         if not self.aliases_shard:
             self._storage.resize_(0)
         self._owner_key = self._storage._cdata
-        OWNERS[self._owner_key] = self
+        OWNERS[self._owner_key] = weakref.ref(self)
         self._version = self.leaves[0]._version if self.leaves else 0
         if self.trainable:
             ref = weakref.ref(self)
@@ -156,8 +167,7 @@ class FlatParameter:
         self.binding.connect(self.users, self.leaves)
 
     def __del__(self) -> None:
-        if OWNERS.get(getattr(self, "_owner_key", 0)) is self:
-            del OWNERS[self._owner_key]
+        OWNERS.pop(getattr(self, "_owner_key", 0), None)
 
     def leaf(self, index: int) -> nn.Parameter:
         """The full-size leaf that stands in for parameter ``index`` inside its unit."""

@@ -26,16 +26,12 @@ WHOLE_TENSOR_OPTIMIZERS = {"Adafactor", "Muon", "LBFGS", "Shampoo", "Distributed
 _checked: weakref.WeakSet = weakref.WeakSet()
 _stepping: list[Any] = []
 _flipped: list[torch.Tensor] = []
-_is_installed = False
 
 
 def install() -> None:
-    """Register the hooks, once per process. Optimizers without wrapped parameters pay one scan of their groups."""
-    global _is_installed
-    if not _is_installed:
-        register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
-        _is_installed = True
+    """Register the hooks (once per process). Optimizers without wrapped parameters pay one scan of their groups."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def _sharded(optimizer: Any) -> list[torch.Tensor]:

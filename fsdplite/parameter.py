@@ -9,6 +9,7 @@ stay the defaults.
 from __future__ import annotations
 
 import sys
+import types
 from typing import TYPE_CHECKING, Any, Iterator
 
 import torch
@@ -129,13 +130,12 @@ class ShardedParameter(nn.Parameter):
 
     def dim(self) -> int:
         """Number of dimensions of the original parameter."""
-        if sys._getframe(1).f_globals.get("__name__") == "torch.nn.init":
-            # Fan-based initialisers ask for this first, and return silently for an empty slice afterwards.
+        if _is_initialiser(sys._getframe(1)):
             raise _refusal(self, sys._getframe(1).f_code.co_name)
         return len(self.full_shape)
 
     def ndimension(self) -> int:
-        if sys._getframe(1).f_globals.get("__name__") == "torch.nn.init":
+        if _is_initialiser(sys._getframe(1)):
             raise _refusal(self, sys._getframe(1).f_code.co_name)
         return len(self.full_shape)
 
@@ -190,7 +190,26 @@ class ShardedParameter(nn.Parameter):
             if name in _ELEMENTWISE or _is_foreach_update(name):
                 return _update(func, name, args, kwargs)
         owner = next(_sharded_in((args, kwargs)))
+        if func is torch.autograd.grad:
+            raise _refuse_autograd_grad(owner)
         raise _refusal(owner, name)
+
+
+def _refuse_autograd_grad(parameter: torch.Tensor) -> ShardedAccessError:
+    info: ParameterInfo = parameter.__dict__["_fsdp_info"]
+    return ShardedAccessError(
+        "torch.autograd.grad cannot return gradients of sharded parameters",
+        unit=info.flat.unit_name,
+        parameter=info.name,
+        rank=info.flat.groups.rank,
+        cure="call loss.backward(): the slice is in parameter.grad, the whole in fsdp.full_grad(model, name). "
+        "torch.autograd.grad with respect to inputs works",
+    )
+
+
+def _is_initialiser(frame: types.FrameType) -> bool:
+    """Shape-aware initialisers ask for a shape first, and return silently for the empty slice some ranks hold."""
+    return frame.f_globals.get("__name__") == "torch.nn.init"
 
 
 def _is_foreach_update(name: str) -> bool:
@@ -240,6 +259,8 @@ def _property(func: Any, access: str, args: tuple) -> Any:
     if access == "__get__":
         if name in _UNREADABLE_PROPERTIES:
             raise _refusal(parameter, name)
+        if name == "shape" and _is_initialiser(sys._getframe(2)):
+            raise _refusal(parameter, sys._getframe(2).f_code.co_name)
         value = func(*args)
         return as_local_slice(value, parameter.__dict__["_fsdp_info"]) if name == "data" else value
     info: ParameterInfo = parameter.__dict__["_fsdp_info"]

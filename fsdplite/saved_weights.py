@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import ParameterUseError
-from .flat_param import OWNERS, FlatParameter
+from .flat_param import FlatParameter, owner_of
 
 if TYPE_CHECKING:
     from .unit import Call
@@ -32,10 +32,10 @@ class _SavedWeight:
 
 
 def _pack(tensor: torch.Tensor) -> Any:
-    try:
-        flat = OWNERS.get(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):  # sparse and other tensors without a storage
-        return tensor
+    flat = owner_of(tensor)
+    if not tensor.is_leaf:
+        # A node that saves its own output would keep itself alive; autograd puts the edge back when it unpacks.
+        tensor = tensor.detach()
     if flat is None:
         return tensor, tensor._version
     return _SavedWeight(tensor, flat, flat.unit.current_call())

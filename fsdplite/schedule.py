@@ -66,6 +66,11 @@ class Schedule:
         self._idle: list[UnitState] = []
 
     @property
+    def runs_with_grad(self) -> bool:
+        """Whether a forward is running whose outermost call began with gradients enabled."""
+        return self._forward is not None and self._forward_key[2]
+
+    @property
     def groups(self) -> Groups:
         return self.root.groups
 
@@ -305,9 +310,8 @@ class Schedule:
         self._backward = None
         self.in_backward = False
         self.step += 1
-        if not keeps_graph:
-            for unit in list(self.resident):
-                unit.rest()
+        for unit in list(self.resident):
+            unit.rest(frees=not keeps_graph)
         if events.active is not None:
             events.active.emit("backward_stop", self.root.name)
         optimizer_hooks.flip_again()

@@ -16,10 +16,11 @@ from torch import nn
 
 from . import events
 from .errors import ParameterUseError
-from .flat_param import OWNERS, FlatParameter
+from .flat_param import FlatParameter, owner_of
 from .groups import Groups
 from .order import BACKWARD, FORWARD
 from .precision import Precision
+from .recompute import refuse_lost_gradients
 from .stage import Stage
 from .structure import map_tensors, tensors_in
 from .watchdog import Waiting
@@ -124,6 +125,8 @@ class UnitState:
             )
         schedule = self.schedule
         is_recompute = current_task() != -1
+        if not is_recompute and schedule.runs_with_grad and not torch.is_grad_enabled() and self._expected_any:
+            refuse_lost_gradients(self.name, self.flats[0].names[0], self.groups.rank)
         schedule.enter(self, is_recompute)
         call = None
         try:
@@ -221,10 +224,7 @@ class UnitState:
         return expects_backward
 
     def _check_not_a_weight(self, tensor: torch.Tensor) -> None:
-        try:
-            flat = OWNERS.get(tensor.untyped_storage()._cdata)
-        except (RuntimeError, NotImplementedError):
-            return
+        flat = owner_of(tensor)
         if flat is not None and flat.unit is self:
             name = next((n for n, leaf in zip(flat.names, flat.leaves) if leaf.data_ptr() == tensor.data_ptr()), None)
             raise ParameterUseError(
@@ -295,18 +295,19 @@ class UnitState:
         """How many leaves complete this unit's backward; 0 if frozen weights may be needed after the last of them."""
         flags = [leaf.requires_grad for flat in self.flats for leaf in flat.leaves]
         self._expected = len(flags) if all(flags) else 0
+        self._expected_any = any(flags)
 
     @property
     def has_unreduced(self) -> bool:
         return any(flat.gradient is not None and flat.gradient.has_unreduced for flat in self.flats)
 
-    def rest(self) -> None:
+    def rest(self, frees: bool = True) -> None:
         """Modules hold the users' parameters and the full buffers are freed, unless something still needs them."""
         if self.is_active or self.open_calls:
             return
         for flat in self.flats:
             flat.bind_users()
-        if not self.kept_calls:
+        if frees and not self.kept_calls:
             self.reshard()
 
     def reshard(self) -> None:

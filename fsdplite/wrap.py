@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import warnings
@@ -13,6 +14,7 @@ from torch import nn
 
 from . import optimizer_hooks
 from .collectives import broadcast, control_max, control_texts
+from .dynamo import hide_from_dynamo
 from .errors import ConfigError, PolicyError, RankMismatchError
 from .flat_param import FlatParameter, FlatSpec
 from .fsdp_unit import become_unit, state_of
@@ -107,10 +109,17 @@ def fsdp_wrap(
         header += f" reshard_after_forward={reshard_after_forward} prefetch={prefetch} sync_params={sync_params}"
         description = [header, *_describe(plan)]
     _check_ranks_agree(groups, description, failure)
-    optimizer_hooks.install()
+    _install()
     return _Wrapping(
         module, plan, row, groups, precision, reshard_after_forward, prefetch, sync_params, methods
     ).finish()
+
+
+@functools.cache
+def _install() -> None:
+    """What a process needs once."""
+    optimizer_hooks.install()
+    hide_from_dynamo(__package__)
 
 
 class _Wrapping:

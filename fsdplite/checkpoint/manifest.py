@@ -1,0 +1,270 @@
+"""What a checkpoint consists of: the on-disk contract. Pure data, no torch, no files.
+
+A rank file holds one-dimensional ranges of tensors under their own names; only the manifest says how the ranges tile
+them. ``manifest.json`` begins with a CRC-32 over the rest of itself and records a checksum of each file's header,
+which in turn holds the checksums of the file's chunks.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from ..errors import CheckpointError
+from .dtypes import ITEMSIZE
+
+__all__ = ["FORMAT", "MANIFEST", "FileRecord", "Manifest", "Piece", "Range", "TensorRecord", "decode", "encode", "intersect", "rank_file", "step_directory"]  # fmt: skip
+
+FORMAT = "fsdplite-checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+KINDS = ("sharded", "replicated", "per_rank")
+_PREFIX = b'{"crc32": "'
+_DIGITS = 8
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements ``[first, first + count)`` of a tensor, all that file number ``file`` holds of it."""
+
+    file: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """One tensor: global shape without padding, and where its elements are."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    kind: str
+    ranges: tuple[Range, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One rank file: its size, and the CRC-32 of its header."""
+
+    name: str
+    size_bytes: int
+    header_bytes: int
+    header_crc32: int
+
+
+@dataclass
+class Manifest:
+    """A whole checkpoint.
+
+    Attributes:
+        step: Of training.
+        world_size: Number of ranks that wrote it, and of files.
+        mesh: Ranks per (replicate, shard) dimension of the first unit.
+        run_id: Of the save; the same in no other.
+        created: Seconds since 1970.
+        files: By rank.
+        tensors: By name. Parameters and buffers have their original names; states of the optimizer are
+            ``optimizer/<parameter>/<key>``, tensors in ``extra`` ``extra/<n>``, and what belongs to one rank
+            ``per_rank/<rank>``.
+        aliases: Other names of tied tensors, and the name under which they are stored.
+        extra: The JSON part of ``extra``.
+        optimizer: Class, parameter groups and scalars of the optimizer, or None.
+        left_out: Frozen parameters that ``trainable_only=True`` left out.
+    """
+
+    step: int
+    world_size: int
+    mesh: tuple[int, int]
+    run_id: str
+    created: float
+    files: list[FileRecord] = field(default_factory=list)
+    tensors: dict[str, TensorRecord] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    extra: Any = None
+    optimizer: dict[str, Any] | None = None
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def tensor_bytes(self) -> int:
+        return sum(tensor.size_bytes for tensor in self.tensors.values())
+
+    def model_tensors(self) -> dict[str, TensorRecord]:
+        """Parameters and buffers."""
+        return {name: t for name, t in self.tensors.items() if not is_reserved(name)}
+
+    def find(self, name: str) -> str | None:
+        """The name under which a tensor called ``name`` is stored, if it is."""
+        if name in self.tensors:
+            return name
+        return self.aliases.get(name)
+
+    def validate(self) -> None:
+        """Raise unless the ranges of every tensor tile it exactly once, in files that exist here."""
+        if len(self.files) != self.world_size:
+            raise CheckpointError("the manifest does not list one file per rank", found=f"{len(self.files)} files")
+        for name, tensor in self.tensors.items():
+            if tensor.dtype not in ITEMSIZE or tensor.kind not in KINDS:
+                raise CheckpointError(f"tensor '{name}' has an unknown dtype or kind", found=(tensor.dtype, tensor.kind))
+            end = 0
+            for part in tensor.ranges:
+                if part.first != end or part.count < 1 or not 0 <= part.file < len(self.files):
+                    break
+                end += part.count
+            if end != tensor.numel or len({part.file for part in tensor.ranges}) != len(tensor.ranges):
+                raise CheckpointError(
+                    f"the ranges of tensor '{name}' do not tile it",
+                    expected=f"elements 0 to {tensor.numel}, each once, at most one range per file",
+                    found=[(part.file, part.first, part.count) for part in tensor.ranges[:8]],
+                )
+        for alias, name in self.aliases.items():
+            if name not in self.tensors and name not in self.left_out:
+                raise CheckpointError(f"'{alias}' is listed as another name of '{name}', which is not there")
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a tensor's name is not one of the model's: a dotted name has no slash, unless a module's name has."""
+    return name.startswith(("optimizer/", "extra/", "per_rank/"))
+
+
+def rank_file(rank: int, world_size: int) -> str:
+    return f"rank-{rank}-of-{world_size}.safetensors"
+
+
+def step_directory(step: int) -> str:
+    return f"step-{step}"
+
+
+# ---------------------------------------------------------------------- bytes
+
+
+def encode(manifest: Manifest) -> bytes:
+    """``manifest.json``. Raises if the manifest is not valid."""
+    manifest.validate()
+    tensors = {
+        name: {
+            "dtype": t.dtype,
+            "shape": list(t.shape),
+            "kind": t.kind,
+            "numel": t.numel,
+            "ranges": [[part.file, part.first, part.count] for part in t.ranges],
+        }
+        for name, t in manifest.tensors.items()
+    }
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "mesh": list(manifest.mesh),
+        "run_id": manifest.run_id,
+        "created": manifest.created,
+        "files": [
+            {
+                "name": f.name,
+                "size": f.size_bytes,
+                "header_bytes": f.header_bytes,
+                "header_crc32": f"{f.header_crc32:08x}",
+            }
+            for f in manifest.files
+        ],
+        "extra": manifest.extra,
+        "optimizer": manifest.optimizer,
+        "aliases": manifest.aliases,
+        "left_out": manifest.left_out,
+        "tensors": tensors,
+    }
+    rest = b'", ' + json.dumps(body, allow_nan=False).encode()[1:] + b"\n"
+    checksum = zlib.crc32(_PREFIX + b"0" * _DIGITS + rest)
+    return _PREFIX + f"{checksum:08x}".encode() + rest
+
+
+def decode(raw: bytes, path: str) -> Manifest:
+    """Check and read ``manifest.json``. Every defect is a :class:`CheckpointError` that names the file."""
+    start, end = len(_PREFIX), len(_PREFIX) + _DIGITS
+    expected = f"{zlib.crc32(_PREFIX + b'0' * _DIGITS + raw[end:]):08x}".encode()
+    if not raw.startswith(_PREFIX) or raw[start:end] != expected:
+        raise CheckpointError(
+            "the manifest is damaged",
+            expected=f"checksum {expected.decode()}",
+            found=raw[:end].decode(errors="replace"),
+            phase="read",
+            path=path,
+        )
+    try:
+        manifest = _read(json.loads(raw))
+        manifest.validate()
+        return manifest
+    except CheckpointError as problem:
+        raise CheckpointError("the manifest is not valid", found=problem.problem, phase="read", path=path) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise CheckpointError("the manifest is not valid", found=repr(problem), phase="read", path=path) from None
+
+
+def _read(body: dict[str, Any]) -> Manifest:
+    if body["format"] != FORMAT or body["version"] != VERSION:
+        raise CheckpointError(
+            f"format {body['format']} version {body['version']} is not known here; expected {FORMAT} {VERSION}"
+        )
+    return Manifest(
+        step=body["step"],
+        world_size=body["world_size"],
+        mesh=tuple(body["mesh"]),
+        run_id=body["run_id"],
+        created=body["created"],
+        files=[
+            FileRecord(f["name"], f["size"], f["header_bytes"], int(f["header_crc32"], 16)) for f in body["files"]
+        ],
+        tensors={
+            name: TensorRecord(t["dtype"], tuple(t["shape"]), t["kind"], tuple(Range(*part) for part in t["ranges"]))
+            for name, t in body["tensors"].items()
+        },
+        aliases=body["aliases"],
+        extra=body["extra"],
+        optimizer=body["optimizer"],
+        left_out=body["left_out"],
+    )
+
+
+# ---------------------------------------------------------------------- ranges
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of a tensor that one file holds and a reader wants.
+
+    Attributes:
+        file: Number of the file.
+        offset: First element, counted from the start of the range in the file.
+        first: First element, counted in the tensor.
+        count: Number of elements.
+    """
+
+    file: int
+    offset: int
+    first: int
+    count: int
+
+
+def intersect(tensor: TensorRecord, low: int, high: int) -> list[Piece]:
+    """Where elements ``[low, high)`` of a tensor are stored, in order."""
+    pieces = []
+    for part in tensor.ranges:
+        first, stop = max(low, part.first), min(high, part.first + part.count)
+        if first < stop:
+            pieces.append(Piece(part.file, first - part.first, first, stop - first))
+    return pieces

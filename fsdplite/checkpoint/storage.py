@@ -1,0 +1,186 @@
+"""The only code that touches a checkpoint's files: few, plain operations, each of which a test can fail.
+
+Every operation is a method of :class:`FileSystem`. :func:`file_system` is what the package uses at the moment;
+:func:`using` puts another object in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["File", "FileSystem", "file_system", "read_all", "read_exactly", "using", "write_exactly"]
+
+
+@dataclass(eq=False)
+class File:
+    """An open file."""
+
+    path: str
+    descriptor: int
+
+
+class FileSystem:
+    """POSIX files. Errors are ``OSError`` with ``errno`` and ``filename`` set."""
+
+    def make_directory(self, path: str) -> None:
+        """Create one directory; an existing one is an error."""
+        os.mkdir(path)
+
+    def create(self, path: str) -> File:
+        """Create a file for writing; an existing one is an error, so nothing that is published is ever written to."""
+        return File(path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666))
+
+    def open(self, path: str) -> File:
+        """Open a file for reading."""
+        return File(path, os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
+
+    def write_at(self, file: File, offset: int, data: Any) -> int:
+        """Write some or all of ``data``; returns how many bytes."""
+        with _named(file.path):
+            return os.pwrite(file.descriptor, data, offset)
+
+    def read_at(self, file: File, offset: int, into: memoryview) -> int:
+        """Read at most ``len(into)`` bytes; returns how many, 0 at the end of the file."""
+        with _named(file.path):
+            return os.preadv(file.descriptor, [into], offset)
+
+    def flush(self, file: File) -> None:
+        """Make a file's bytes durable."""
+        with _named(file.path):
+            if sys.platform == "darwin":  # fsync there stops at the drive's own cache
+                import fcntl
+
+                fcntl.fcntl(file.descriptor, fcntl.F_FULLFSYNC)
+            else:
+                os.fsync(file.descriptor)
+
+    def close(self, file: File) -> None:
+        with _named(file.path):
+            os.close(file.descriptor)
+
+    def flush_directory(self, path: str) -> None:
+        """Make the names in a directory durable."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            with _named(path):
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(old, new)
+
+    def exchange(self, one: str, other: str) -> None:
+        """Swap two names in one step. ``OSError`` with ENOSYS where the system or the file system cannot."""
+        _exchange(one, other)
+
+    def remove(self, path: str) -> None:
+        """Remove a file."""
+        os.unlink(path)
+
+    def remove_directory(self, path: str) -> None:
+        """Remove an empty directory."""
+        os.rmdir(path)
+
+    def list(self, path: str) -> list[str]:
+        """Names in a directory, in order."""
+        return sorted(os.listdir(path))
+
+    def size(self, path: str) -> int:
+        """Size of a file in bytes."""
+        return os.stat(path).st_size
+
+
+@contextlib.contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Calls on descriptors raise errors without a name."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.filename is None:
+            problem.filename = path
+        raise
+
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2  # Linux
+_RENAME_SWAP = 2  # macOS
+
+
+def _exchange(one: str, other: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    old, new = os.fsencode(one), os.fsencode(other)
+    if sys.platform.startswith("linux") and hasattr(libc, "renameat2"):
+        failed = libc.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_EXCHANGE)
+    elif sys.platform == "darwin" and hasattr(libc, "renamex_np"):
+        failed = libc.renamex_np(old, new, _RENAME_SWAP)
+    else:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), one)
+    if failed:
+        code = ctypes.get_errno()
+        if code in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP):  # this file system has no exchange
+            code = errno.ENOSYS
+        raise OSError(code, os.strerror(code), one, None, other)
+
+
+_current = FileSystem()
+
+
+def file_system() -> FileSystem:
+    """The object through which checkpoints reach the disk at the moment."""
+    return _current
+
+
+@contextlib.contextmanager
+def using(replacement: FileSystem) -> Iterator[FileSystem]:
+    """Use another file-system object inside the block. A background save keeps the one it started with."""
+    global _current
+    before, _current = _current, replacement
+    try:
+        yield replacement
+    finally:
+        _current = before
+
+
+def write_exactly(fs: FileSystem, file: File, offset: int, data: memoryview) -> None:
+    """Write all of ``data`` at the end of a growing file, through short writes.
+
+    The size is looked at after each piece: a write that stored less than it said would leave a hole of zeros, which
+    the next piece would hide.
+    """
+    done = 0
+    while done < len(data):
+        count = fs.write_at(file, offset + done, data[done:])
+        if count <= 0:
+            raise OSError(errno.EIO, "a write stored nothing", file.path)
+        done += count
+    if len(data) and fs.size(file.path) < offset + len(data):
+        raise OSError(errno.EIO, "a write stored less than it said", file.path)
+
+
+def read_exactly(fs: FileSystem, file: File, offset: int, into: memoryview) -> None:
+    """Fill ``into``, through short reads."""
+    done = 0
+    while done < len(into):
+        count = fs.read_at(file, offset + done, into[done:])
+        if count <= 0:
+            raise OSError(errno.EIO, f"the file ends at byte {offset + done}", file.path)
+        done += count
+
+
+def read_all(fs: FileSystem, path: str) -> bytes:
+    """A whole small file."""
+    buffer = bytearray(fs.size(path))
+    file = fs.open(path)
+    try:
+        read_exactly(fs, file, 0, memoryview(buffer))
+    finally:
+        fs.close(file)
+    return bytes(buffer)
