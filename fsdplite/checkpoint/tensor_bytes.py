@@ -1,0 +1,68 @@
+"""The bytes of tensors without copies, and torch's dtypes by their safetensors names."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+
+from ..errors import CheckpointError
+from ..parameter import engine_access
+
+__all__ = ["bytes_of", "dtype_name", "flat_view", "host_blocks", "torch_dtype"]
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+if hasattr(torch, "float8_e8m0fnu"):
+    _NAMES[torch.float8_e8m0fnu] = "F8_E8M0"
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def dtype_name(dtype: torch.dtype, tensor_name: str) -> str:
+    """The safetensors name of a dtype; ``tensor_name`` is for the error."""
+    if dtype not in _NAMES:
+        raise CheckpointError(
+            f"'{tensor_name}' has a dtype that safetensors files cannot hold", found=dtype, parameter=tensor_name
+        )
+    return _NAMES[dtype]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise CheckpointError(f"this torch has no dtype for {name}")
+    return _DTYPES[name]
+
+
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of any tensor of ours or the user's as one plain dimension; a copy only if they are not contiguous."""
+    with engine_access(), torch.no_grad():
+        return tensor.detach().as_subclass(torch.Tensor).reshape(-1)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A writable view of a contiguous host tensor's memory. The caller keeps the tensor alive."""
+    count = tensor.numel() * tensor.element_size()
+    if count == 0:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * count).from_address(tensor.data_ptr())).cast("B")
+
+
+def host_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
+    """A one-dimensional tensor's bytes, block by block. From a device they pass through one block of host memory."""
+    if tensor.device.type == "cpu":
+        view = bytes_of(tensor)
+        for start in range(0, len(view), block_bytes):
+            yield view[start : start + block_bytes]
+        return
+    numel = block_bytes // tensor.element_size()
+    staging = torch.empty(min(numel, tensor.numel()), dtype=tensor.dtype)
+    for start in range(0, tensor.numel(), numel):
+        part = tensor[start : start + numel]
+        block = staging[: part.numel()]
+        block.copy_(part)
+        yield bytes_of(block)

@@ -1,0 +1,152 @@
+"""Plain values and tensors as JSON: ``extra``, ``per_rank``, and the settings of parameter groups.
+
+Tuples, dictionaries with keys other than text, numbers that JSON lacks, and tensors come back as what they were.
+Anything else is refused, by the name of its key: nothing in a checkpoint may need code to be read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from ..parameter import engine_access
+from .safetensors_file import build_header, lay_out, parse_header
+from .tensor_bytes import bytes_of, dtype_name, flat_view, torch_dtype
+
+__all__ = ["decode_value", "digest", "encode_value", "pack", "scalar_json", "scalar_tensor", "unpack"]
+
+_MARKS = ("__tuple__", "__dict__", "__float__", "__tensor__")
+
+
+def encode_value(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """``value`` as JSON. Tensors in it are put into ``tensors`` under new names, which stand in the JSON instead."""
+    if isinstance(value, torch.Tensor):
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_sparse:
+            raise _refused(value, where)
+        name = str(len(tensors))
+        tensors[name] = value
+        return {"__tensor__": name}
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"__float__": repr(float(value))}
+    if isinstance(value, tuple):
+        return {"__tuple__": [encode_value(v, f"{where}[{i}]", tensors) for i, v in enumerate(value)]}
+    if isinstance(value, list):
+        return [encode_value(v, f"{where}[{i}]", tensors) for i, v in enumerate(value)]
+    if isinstance(value, dict):
+        if all(isinstance(key, str) and key not in _MARKS for key in value):
+            return {key: encode_value(v, f"{where}[{key!r}]", tensors) for key, v in value.items()}
+        pairs = [
+            [encode_value(key, f"a key of {where}", tensors), encode_value(v, f"{where}[{key!r}]", tensors)]
+            for key, v in value.items()
+        ]
+        return {"__dict__": pairs}
+    raise _refused(value, where)
+
+
+def _refused(value: Any, where: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where} cannot be stored",
+        expected="JSON values (None, bool, int, float, str, list, tuple, dict) and plain tensors",
+        found=type(value).__name__,
+        cure="store what it is made of: its state_dict(), numbers, or a list; a checkpoint holds no code",
+    )
+
+
+def decode_value(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Back from JSON."""
+    if isinstance(value, list):
+        return [decode_value(v, tensors) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        (mark, content), *_ = value.items()
+        if mark == "__tensor__":
+            return tensors[content]
+        if mark == "__tuple__":
+            return tuple(decode_value(v, tensors) for v in content)
+        if mark == "__float__":
+            return float(content)
+        if mark == "__dict__":
+            return {decode_value(k, tensors): decode_value(v, tensors) for k, v in content}
+    return {key: decode_value(v, tensors) for key, v in value.items()}
+
+
+def digest(value: Any, tensors: dict[str, torch.Tensor]) -> str:
+    """A hash of an encoded value and the tensors in it."""
+    state = hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=12)
+    for name in sorted(_tensor_names(value)):
+        tensor = flat_view(tensors[name]).cpu()
+        state.update(f"{name} {tuple(tensors[name].shape)} {tensor.dtype}".encode())
+        state.update(bytes_of(tensor))
+    return state.hexdigest()
+
+
+def _tensor_names(value: Any) -> set[str]:
+    if isinstance(value, list):
+        return {name for v in value for name in _tensor_names(v)}
+    if isinstance(value, dict):
+        if set(value) == {"__tensor__"}:
+            return {value["__tensor__"]}
+        return {name for v in value.values() for name in _tensor_names(v)}
+    return set()
+
+
+# ---------------------------------------------------------------------- tensors of one element, inside JSON
+
+
+def scalar_json(tensor: torch.Tensor, where: str) -> dict[str, Any]:
+    """A tensor's dtype, shape and bits, for tensors of few elements."""
+    with engine_access():
+        shape = list(tensor.shape)
+    flat = flat_view(tensor).cpu()
+    return {"dtype": dtype_name(flat.dtype, where), "shape": shape, "bits": bytes_of(flat).hex()}
+
+
+def scalar_tensor(entry: dict[str, Any]) -> torch.Tensor:
+    data = bytearray.fromhex(entry["bits"])
+    dtype = torch_dtype(entry["dtype"])
+    flat = torch.empty(len(data) // dtype.itemsize, dtype=dtype)
+    bytes_of(flat)[:] = data
+    return flat.reshape(entry["shape"])
+
+
+# ---------------------------------------------------------------------- one rank's values as one block of bytes
+
+
+def pack(value: Any, where: str) -> bytes:
+    """A value as bytes: the length of its JSON, the JSON, and a small safetensors file of the tensors in it."""
+    tensors: dict[str, torch.Tensor] = {}
+    tree = encode_value(value, where, tensors)
+    flats = {name: flat_view(tensor).cpu() for name, tensor in tensors.items()}
+    specs = lay_out(
+        (name, dtype_name(t.dtype, where), tuple(tensors[name].shape), t.numel()) for name, t in flats.items()
+    )
+    header = build_header(specs, chunked=False)
+    text = json.dumps(tree, allow_nan=False).encode()
+    return b"".join(
+        [len(text).to_bytes(8, "little"), text, header, *(bytes_of(flats[spec.name]) for spec in specs)]
+    )
+
+
+def unpack(data: bytes, path: str) -> Any:
+    """The value that :func:`pack` was given."""
+    count = int.from_bytes(data[:8], "little")
+    tree = json.loads(data[8 : 8 + count])
+    rest = data[8 + count :]
+    header_bytes = 8 + int.from_bytes(rest[:8], "little")
+    header = parse_header(rest[:header_bytes], len(rest), path)
+    tensors = {}
+    for spec in header.tensors.values():
+        flat = torch.empty(spec.numel, dtype=torch_dtype(spec.dtype))
+        bytes_of(flat)[:] = rest[header_bytes + spec.begin : header_bytes + spec.end]
+        tensors[spec.name] = flat.reshape(spec.shape)
+    return decode_value(tree, tensors)
