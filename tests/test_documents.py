@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import re
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import fsdplite as fsdp
+
+from .recipe_module import recipe  # noqa: F401
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -26,16 +27,6 @@ def code_blocks(document: str) -> list[tuple[str, str]]:
     return blocks
 
 
-@pytest.fixture(scope="module")
-def recipe() -> Iterator[types.ModuleType]:
-    spec = importlib.util.spec_from_file_location("train_gpt", REPOSITORY / "recipes" / "train_gpt.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
-
 @pytest.fixture
 def names(recipe: types.ModuleType) -> dict:
     """What the snippets take for granted: a small GPT, its block, data."""
@@ -43,7 +34,7 @@ def names(recipe: types.ModuleType) -> dict:
     rows = torch.randint(256, (3, 2, 9))
     size = recipe.SIZES["tiny"]
     return {
-        "torch": torch, "nn": torch.nn, "fsdp": fsdp, "Block": recipe.Block, "config": size,
+        "contextlib": contextlib, "torch": torch, "nn": torch.nn, "fsdp": fsdp, "Block": recipe.Block, "config": size,
         "GPT": lambda config=size: recipe.GPT(config, 8),
         "batches": lambda device=None: [(row[:, :-1], row[:, 1:]) for row in rows],
     }  # fmt: skip
@@ -70,9 +61,6 @@ def test_the_snippets_of_the_guide_run(names: dict, heading: str, code: str) -> 
     if heading in NOT_HERE:
         compile(code, heading, "exec")
         return
-    import contextlib
-
-    names["contextlib"] = contextlib
     model = names["model"] = names["GPT"]()
     names["policy"] = fsdp.by_class(names["Block"])
     if "batches:" in code:
