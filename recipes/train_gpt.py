@@ -207,7 +207,7 @@ class GPT(nn.Module):
         return F.cross_entropy(self.logits(tokens).flatten(0, 1).float(), targets.flatten())
 
     @torch.no_grad()
-    def generate(self, prompt: bytes, length: int, seed: int, temperature: float = 0.7) -> str:
+    def generate(self, prompt: bytes, length: int, seed: int, temperature: float = 0.8) -> str:
         """Continues the prompt. All ranks draw with the same seed, so all of them write the same text."""
         device = next(self.parameters()).device
         generator = torch.Generator().manual_seed(seed)
