@@ -12,6 +12,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .checkpoint.catalog import latest_step as latest_step
+    from .checkpoint.catalog import list_checkpoints as list_checkpoints
+    from .checkpoint.load import load_checkpoint as load_checkpoint
+    from .checkpoint.save import save_checkpoint as save_checkpoint
+    from .checkpoint.verify import verify_checkpoint as verify_checkpoint
+    from .errors import CheckpointError as CheckpointError
     from .errors import FSDPError as FSDPError
     from .fsdp_unit import FSDPUnit as FSDPUnit
     from .full import full_grad as full_grad
@@ -31,6 +37,7 @@ if TYPE_CHECKING:
     from .wrap import fsdp_wrap as fsdp_wrap
 
 _HOMES = {
+    "CheckpointError": "errors",
     "FSDPError": "errors",
     "FSDPUnit": "fsdp_unit",
     "LossScaler": "scaler",
@@ -45,9 +52,14 @@ _HOMES = {
     "full_params": "full",
     "full_state_dict": "full",
     "init_distributed": "groups",
+    "latest_step": "checkpoint.catalog",
+    "list_checkpoints": "checkpoint.catalog",
+    "load_checkpoint": "checkpoint.load",
     "mark_updated": "update",
+    "save_checkpoint": "checkpoint.save",
     "summary": "table",
     "trace": "inspect",
+    "verify_checkpoint": "checkpoint.verify",
 }
 
 __all__ = sorted(_HOMES) + ["__version__"]

@@ -1,0 +1,385 @@
+"""How the ranks of one save or load hear of each other: small notes in the process group's store.
+
+Never a collective, which training may be using. Every rank looks for a failure of the others between its writes; the
+first failure wins and is the same error everywhere. Publishing and giving up go through one key that is set once, so
+a rank that loses patience and a rank 0 that publishes cannot both have their way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from .. import errors
+from ..errors import CheckpointError, ConfigError, FSDPError
+from ..fsdp_unit import state_of
+from ..groups import _timeout_of
+
+__all__ = ["Agreement", "SharedFailure", "World", "alone", "failure_of", "world_of"]
+
+_BEAT_S = 0.5
+_DEAD_S = 30.0  # a process that shows no sign of life for so long is gone (or for the group's timeout, if shorter)
+_FAREWELL_S = 2.0
+_POLL_S = 0.02
+_COMMIT = b"commit"
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that take part.
+
+    Attributes:
+        index: This rank's place among them.
+        ranks: Their ranks in the default process group.
+        timeout_s: How long a rank may make no progress.
+    """
+
+    index: int = 0
+    ranks: tuple[int, ...] = (0,)
+    timeout_s: float = 600.0
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def rank(self) -> int:
+        return self.ranks[self.index]
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+
+def alone() -> World:
+    """A world of this rank only."""
+    return World(ranks=(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,))
+
+
+def world_of(model: nn.Module) -> World:
+    """The ranks over which a model is wrapped; for a plain model all ranks of the default group."""
+    groups = {g.ranks: g for m in model.modules() if (state := state_of(m)) is not None for g in [state.groups]}
+    if len(groups) > 1:
+        raise ConfigError(
+            "units of one model are wrapped over different ranks",
+            found=[list(ranks) for ranks in groups],
+            cure="save each part on its own",
+        )
+    for ranks, group in groups.items():
+        index = ranks.index(group.rank) if group.rank in ranks else 0
+        return World(index, ranks, group.timeout.total_seconds())
+    if not (dist.is_available() and dist.is_initialized()):
+        return World()
+    timeout_s = _timeout_of(dist.group.WORLD).total_seconds()
+    return World(dist.get_rank(), tuple(range(dist.get_world_size())), timeout_s)
+
+
+_stores: dict[int, tuple[Any, Any]] = {}
+_calls: dict[tuple[int, tuple[int, ...]], int] = {}
+
+
+def _own_connection() -> tuple[int, Any]:
+    """A connection to the default store of our own: another user's blocking read would hold the shared one."""
+    store = dist.distributed_c10d._get_default_store()
+    if id(store) not in _stores:
+        try:
+            ours = store.clone()
+        except (RuntimeError, NotImplementedError, AttributeError):
+            ours = store  # this kind of store has no connections
+        _stores[id(store)] = (store, ours)
+    return id(store), _stores[id(store)][1]
+
+
+class SharedFailure(Exception):
+    """Carries the error that all ranks raise out of the place that noticed it."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Agreement:
+    """One call that all ranks of ``world`` make. Create it in the same order on every rank, and use as a context.
+
+    Attributes:
+        phase: What this rank does at the moment, for messages.
+        path: The file or directory it works on.
+    """
+
+    def __init__(self, world: World, call: str) -> None:
+        self.world = world
+        self.call = call
+        self.phase = "prepare"
+        self.path: str | None = None
+        self._store: Any = None
+        self._progress = 0
+        self._polled = 0.0
+        self._seen: dict[int, tuple[bytes, float, bytes, float]] = {}
+        self._gone: set[int] = set()
+        self._collected: list[str] = []
+        self._told: list[str] = []
+        self._stop = threading.Event()
+        self._beating: threading.Thread | None = None
+        if world.size > 1:
+            owner, store = _own_connection()
+            key = (owner, world.ranks)
+            _calls[key] = number = _calls.get(key, 0) + 1
+            scope = "-".join(map(str, world.ranks)) if world.size <= 8 else f"{min(world.ranks)}x{world.size}"
+            self._store = dist.PrefixStore(f"fsdplite/checkpoint/{scope}/{number}", store)
+
+    # ------------------------------------------------------------------ the context
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Agreement]:
+        """Everything inside fails on all ranks or on none. Any exception becomes the error that all ranks raise."""
+        if self._store is not None:
+            self._beating = threading.Thread(target=self._beat, name="fsdplite-checkpoint-beat", daemon=True)
+            self._beating.start()
+        try:
+            yield self
+        except SharedFailure as shared:
+            self._leave(hurry=True)
+            raise shared.error from None
+        except BaseException as problem:
+            error = self._give_up(self._record(problem))
+            self._leave(hurry=True)
+            if not isinstance(problem, Exception):
+                raise  # KeyboardInterrupt, SystemExit: the others have been told
+            raise error from problem
+        else:
+            self._leave(hurry=False)
+
+    def _beat(self) -> None:
+        ticks = 0
+        while not self._stop.is_set():
+            ticks += 1
+            try:
+                self._store.set(f"beat/{self.world.index}", f"{self._progress} {ticks}")
+            except RuntimeError:
+                return  # the store is gone; whoever waits for something will say so
+            self._stop.wait(_BEAT_S)
+
+    def _leave(self, *, hurry: bool) -> None:
+        """The store may live in rank 0's process: it stays until the others have read what they need."""
+        self._stop.set()
+        if self._store is None:
+            return
+        self._beating.join(1.0)
+        try:
+            self._store.set(f"left/{self.world.index}", b"1")
+            if self.world.is_first:
+                patience_s = _FAREWELL_S if hurry else min(_DEAD_S, self.world.timeout_s)
+                deadline = time.monotonic() + patience_s
+                keys = [f"left/{i}" for i in range(self.world.size) if i not in self._gone]
+                while not (everyone := self._store.check(keys)) and time.monotonic() < deadline:
+                    time.sleep(0.002)
+                if everyone and not self._gone:
+                    self._clear()
+        except RuntimeError:
+            pass  # the store is gone, and with it whoever could read
+
+    def _clear(self) -> None:
+        for name in ("beat", "left", *self._collected):
+            for index in range(self.world.size):
+                self._store.delete_key(f"{name}/{index}")
+        for name in ("decision", *self._told):
+            self._store.delete_key(name)
+
+    # ------------------------------------------------------------------ notes
+
+    def post(self, name: str, value: Any) -> None:
+        """Leave this rank's note ``name``."""
+        if self._store is not None:
+            with self._reaching():
+                self._store.set(f"{name}/{self.world.index}", json.dumps(value))
+
+    def collect(self, name: str, own: Any) -> list[Any]:
+        """Post ``own`` and wait for everybody's note ``name``; in rank order."""
+        if self._store is None:
+            return [own]
+        self._collected.append(name)
+        self.post(name, own)
+        keys = {index: f"{name}/{index}" for index in range(self.world.size)}
+        return self._wait(keys)
+
+    def tell(self, name: str, value: Any) -> None:
+        """Rank 0 says something to all."""
+        self._told.append(name)
+        if self._store is not None:
+            with self._reaching():
+                self._store.set(name, json.dumps(value))
+
+    def hear(self, name: str) -> Any:
+        """Wait for what rank 0 says."""
+        return self._wait({0: name})[0]
+
+    def _wait(self, keys: dict[int, str]) -> list[Any]:
+        pause_s = 0.0005
+        started = last_look = time.monotonic()
+        wanted = list(keys.values())
+        while True:
+            with self._reaching():
+                if self._store.check(wanted):
+                    return [json.loads(value) for value in self._store.multi_get(wanted)]
+            self.poll(now=True)
+            now = time.monotonic()
+            if now - last_look > _BEAT_S:
+                last_look = now
+                with self._reaching():
+                    missing = [index for index, key in keys.items() if not self._store.check([key])]
+                    self._look_for_life(missing, started)
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, _POLL_S)
+
+    def _look_for_life(self, missing: list[int], started: float) -> None:
+        """Raise if a rank that is waited for is dead or stuck."""
+        now = time.monotonic()
+        for index in missing:
+            if index == self.world.index:
+                continue
+            key = f"beat/{index}"
+            if not self._store.check([key]):
+                if now - started > self.world.timeout_s:
+                    self._lose(index, f"did not call {self.call} within {self.world.timeout_s:g} s of the others")
+                continue
+            progress, _, ticks = self._store.get(key).partition(b" ")
+            before = self._seen.get(index)
+            if before is None:
+                self._seen[index] = (progress, now, ticks, now)
+                continue
+            moved = now if progress != before[0] else before[1]
+            lived = now if ticks != before[2] else before[3]
+            if progress != before[0]:
+                self._progress += 1  # waiting for somebody who works is progress: others may be waiting for us
+            self._seen[index] = (progress, moved, ticks, lived)
+            dead_s = min(_DEAD_S, self.world.timeout_s)
+            if now - lived > dead_s:
+                self._lose(index, f"has shown no sign of life for {dead_s:g} s: its process is gone or stopped")
+            if now - moved > self.world.timeout_s:
+                self._lose(index, f"has made no progress for {self.world.timeout_s:g} s")
+
+    def _lose(self, index: int, what: str) -> None:
+        self._gone.add(index)
+        rank = self.world.ranks[index]
+        error = CheckpointError(
+            f"rank {rank} {what}, while rank {self.world.rank} was waiting for it in {self.call}",
+            rank=rank,
+            phase=self.phase,
+            path=self.path,
+            cure=f"look at the output of rank {rank}; the checkpoints before this one are untouched",
+        )
+        raise SharedFailure(self._give_up(record_of(error)))
+
+    # ------------------------------------------------------------------ failing together
+
+    def advance(self, count: int = 1) -> None:
+        """Say that work goes on, and hear whether it is still wanted."""
+        self._progress += 1
+        self.poll()
+
+    def poll(self, *, now: bool = False) -> None:
+        """Raise what another rank has failed with, if one has."""
+        if self._store is None:
+            return
+        time_now = time.monotonic()
+        if not now and time_now - self._polled < _POLL_S:
+            return
+        self._polled = time_now
+        with self._reaching():
+            if not self._store.check(["decision"]):
+                return
+            decision = self._store.get("decision")
+        if decision != _COMMIT:
+            raise SharedFailure(failure_of(json.loads(decision)))
+
+    def commit(self) -> None:
+        """Rank 0: from here on nobody can give up any more. Raises if somebody has."""
+        if self._store is None:
+            return
+        with self._reaching():
+            decision = self._store.compare_set("decision", "", _COMMIT.decode())
+        if decision != _COMMIT:
+            raise SharedFailure(failure_of(json.loads(decision)))
+
+    def _give_up(self, record: dict[str, Any]) -> BaseException:
+        """Make ``record`` everybody's error, unless another one came first."""
+        if self._store is None:
+            return failure_of(record)
+        try:
+            decision = self._store.compare_set("decision", "", json.dumps(record))
+            if decision == _COMMIT and self.world.is_first:
+                self._told.append("outcome")
+                self._store.set("outcome", json.dumps({"error": record}))
+            elif decision != _COMMIT:
+                record = json.loads(decision)
+        except RuntimeError:
+            pass  # nobody can be told
+        return failure_of(record)
+
+    def _record(self, problem: BaseException) -> dict[str, Any]:
+        rank = self.world.rank
+        if isinstance(problem, FSDPError):
+            record = record_of(problem)
+            if problem.rank is None and self.world.size > 1:
+                record["text"] += f"\n  on: rank {rank}"
+                record["rank"] = rank
+            return record
+        if isinstance(problem, OSError):
+            error = CheckpointError(
+                f"rank {rank} failed to {self.phase} in {self.call}: {problem.strerror or problem}",
+                rank=rank,
+                phase=self.phase,
+                path=str(problem.filename or self.path),
+                errno=problem.errno,
+            )
+        else:
+            error = CheckpointError(
+                f"rank {rank} failed to {self.phase} in {self.call}: {type(problem).__name__}: {problem}",
+                rank=rank,
+                phase=self.phase,
+                path=self.path,
+            )
+        return record_of(error)
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as problem:
+            if isinstance(problem, FSDPError):
+                raise
+            raise SharedFailure(
+                CheckpointError(
+                    f"the store of the process group cannot be reached in {self.call}: the process that holds it, "
+                    f"usually rank {self.world.ranks[0]}'s, is gone",
+                    found=str(problem).splitlines()[0],
+                    rank=self.world.ranks[0],
+                    phase=self.phase,
+                    path=self.path,
+                )
+            ) from problem
+
+
+def record_of(error: FSDPError) -> dict[str, Any]:
+    return {
+        "class": type(error).__name__,
+        "text": str(error),
+        **{name: getattr(error, name, None) for name in ("problem", "rank", "phase", "path", "errno", "parameter", "unit")},
+    }  # fmt: skip
+
+
+def failure_of(record: dict[str, Any]) -> FSDPError:
+    cls = getattr(errors, record["class"], CheckpointError)
+    error = cls(record["text"])
+    for name in ("problem", "rank", "phase", "path", "errno", "parameter", "unit"):
+        if record.get(name) is not None:
+            setattr(error, name, record[name])
+    return error

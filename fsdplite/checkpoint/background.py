@@ -1,0 +1,115 @@
+"""Saves that go on while training does: a copy in host memory, a thread that writes it, and a handle."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+from typing import Any, Callable
+
+import torch
+
+from .agree import Agreement
+from .dtypes import ITEMSIZE
+from .tensor_bytes import torch_dtype
+from .writer import Part
+
+__all__ = ["SaveHandle", "Staging", "drain", "stage", "start"]
+
+
+class SaveHandle:
+    """A save. Attributes: ``path``, the directory of the checkpoint once it is published."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is durable; raise what went wrong, on every rank the same."""
+        if self._thread is not None:
+            self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def __repr__(self) -> str:
+        return f"SaveHandle({self.path!r}, {'done' if self.done else 'in flight'})"
+
+
+_last: SaveHandle | None = None
+
+
+def start(path: str, agreement: Agreement, run: Callable[[], None]) -> SaveHandle:
+    """Run the rest of a save in a thread. The interpreter waits for it when it exits."""
+    global _last
+    handle = SaveHandle(path)
+
+    def body() -> None:
+        try:
+            with agreement.open():
+                run()
+        except BaseException as problem:
+            handle._error = problem
+
+    handle._thread = threading.Thread(target=body, name="fsdplite-checkpoint", daemon=False)
+    _last = handle
+    handle._thread.start()
+    return handle
+
+
+def drain() -> None:
+    """Wait for the save in flight; raise its error if nobody has seen it yet."""
+    global _last
+    handle, _last = _last, None
+    if handle is not None:
+        handle.wait()
+
+
+@atexit.register
+def _at_exit() -> None:
+    try:
+        drain()
+    except BaseException as problem:
+        print(f"fsdplite: a background save failed: {problem}", file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------------- the copy
+
+_kept: list[torch.Tensor] = []
+
+
+class Staging:
+    """Host memory that holds a save's bytes; given back, it serves the next save."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer: torch.Tensor | None = buffer
+
+    def give_back(self) -> None:
+        buffer, self.buffer = self.buffer, None
+        if buffer is not None:
+            _kept[:] = [buffer]
+
+
+def stage(parts: list[Part]) -> tuple[list[Part], Staging]:
+    """Copy what the parts show into host memory. Memory: their bytes, once."""
+    parts = sorted(parts, key=lambda part: -ITEMSIZE[part.dtype])  # then each is aligned without padding
+    total = sum(part.data.numel() * ITEMSIZE[part.dtype] for part in parts)
+    buffer: Any = _kept.pop() if _kept else None
+    if buffer is None or not total <= buffer.numel() <= 2 * total:
+        buffer = None  # free the old one before the new one is there
+        buffer = torch.empty(total, dtype=torch.uint8)
+    copies = []
+    end = 0
+    with torch.no_grad():
+        for part in parts:
+            begin, end = end, end + part.data.numel() * ITEMSIZE[part.dtype]
+            place = buffer[begin:end].view(torch_dtype(part.dtype))
+            place.copy_(part.data)
+            copies.append(Part(part.name, part.dtype, place))
+    return copies, Staging(buffer)

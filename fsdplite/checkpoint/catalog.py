@@ -1,0 +1,234 @@
+"""What is in a root: published checkpoints, leftovers, publishing and retention. No torch.
+
+A checkpoint is published when ``step-<n>`` holds a manifest that passes its own checksum and is of step n, and every
+file that it lists, with the listed size. Nothing points to the latest one: it is computed from what is published.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import CheckpointError, ConfigError
+from .manifest import MANIFEST, Manifest, decode, step_directory
+from .storage import FileSystem, file_system, read_all
+
+__all__ = ["CheckpointInfo", "clean", "latest_step", "list_checkpoints", "load_manifest", "publish", "retain", "root_path", "staging_directory", "find_step"]  # fmt: skip
+
+_PUBLISHED = re.compile(r"step-(0|[1-9][0-9]*)")
+# Directories that a save works in. Only names of exactly this form are ever removed.
+_WORKING = re.compile(r"\.step-(0|[1-9][0-9]*)\.[0-9a-f]{16}\.(saving|replaced|removing)")
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One published checkpoint.
+
+    Attributes:
+        step: Of training.
+        path: Its directory.
+        world_size: Number of ranks that wrote it.
+        total_bytes: Of its rank files.
+    """
+
+    step: int
+    path: str
+    world_size: int
+    total_bytes: int
+
+
+def root_path(root: Any) -> str:
+    """``root`` as an absolute path."""
+    path = os.fspath(root)
+    if isinstance(path, bytes):
+        path = os.fsdecode(path)
+    if "://" in path:
+        raise ConfigError(
+            "a checkpoint root is a directory", found=path, cure="mount the remote storage, or copy published steps there"
+        )
+    return os.path.abspath(path)
+
+
+def list_checkpoints(root: Any) -> list[CheckpointInfo]:
+    """The published checkpoints in ``root``, lowest step first. Other things in it are left alone and not listed."""
+    return [
+        CheckpointInfo(manifest.step, path, manifest.world_size, manifest.total_bytes)
+        for path, manifest in _published(file_system(), root_path(root))
+    ]
+
+
+def latest_step(root: Any) -> int | None:
+    """The highest published step in ``root``, None if there is none."""
+    found = list_checkpoints(root)
+    return found[-1].step if found else None
+
+
+def find_step(fs: FileSystem, root: str, step: int | str) -> str:
+    """The directory of a published step, or of the latest."""
+    found = {manifest.step: path for path, manifest in _published(fs, root)}
+    if step == "latest":
+        if found:
+            return found[max(found)]
+        raise CheckpointError("there is no published checkpoint here", phase="find", path=root)
+    if not isinstance(step, int) or isinstance(step, bool):
+        raise ConfigError("step is a number or 'latest'", found=repr(step))
+    if step not in found:
+        raise CheckpointError(
+            f"step {step} is not published here",
+            found=f"steps {sorted(found)}" if found else "no checkpoint",
+            phase="find",
+            path=root,
+            cure=_why_unpublished(fs, os.path.join(root, step_directory(step))),
+        )
+    return found[step]
+
+
+def _why_unpublished(fs: FileSystem, path: str) -> str | None:
+    try:
+        problem = _defect(fs, path, load_manifest(fs, path))
+    except CheckpointError as error:
+        problem = str(error)
+    except OSError:
+        return None
+    return f"{path} is there and is not complete: {problem}"
+
+
+def load_manifest(fs: FileSystem, path: str) -> Manifest:
+    """The manifest of one checkpoint directory, checked."""
+    name = os.path.join(path, MANIFEST)
+    try:
+        raw = read_all(fs, name)
+    except OSError as problem:
+        if problem.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise CheckpointError("there is no manifest here: not a published checkpoint", phase="read", path=name) from None
+        raise
+    return decode(raw, name)
+
+
+def _published(fs: FileSystem, root: str) -> list[tuple[str, Manifest]]:
+    try:
+        names = fs.list(root)
+    except FileNotFoundError:
+        return []
+    found: dict[int, tuple[str, Manifest]] = {}
+    for name in names:
+        match = _PUBLISHED.fullmatch(name)
+        if match:
+            _add(fs, os.path.join(root, name), int(match[1]), found)
+    for name in names:  # set aside while a new version of the step was moved in, where names cannot be exchanged
+        match = _WORKING.fullmatch(name)
+        if match and match[2] == "replaced" and int(match[1]) not in found:
+            _add(fs, os.path.join(root, name), int(match[1]), found)
+    return [found[step] for step in sorted(found)]
+
+
+def _add(fs: FileSystem, path: str, step: int, found: dict[int, tuple[str, Manifest]]) -> None:
+    try:
+        manifest = load_manifest(fs, path)
+        if manifest.step == step and _defect(fs, path, manifest) is None:
+            found[step] = (path, manifest)
+    except (CheckpointError, OSError):
+        pass  # not published; find_step and verify_checkpoint say why
+
+
+def _defect(fs: FileSystem, path: str, manifest: Manifest) -> str | None:
+    """A file that is missing or has another size."""
+    for record in manifest.files:
+        try:
+            size = fs.size(os.path.join(path, record.name))
+        except FileNotFoundError:
+            return f"{record.name} is missing"
+        if size != record.size_bytes:
+            return f"{record.name} has {size} bytes, the manifest lists {record.size_bytes}"
+    return None
+
+
+# ---------------------------------------------------------------------- what a save does to a root
+
+
+def staging_directory(root: str, step: int, run_id: str) -> str:
+    """Where a save writes before it is published."""
+    return _working(root, step, run_id, "saving")
+
+
+def _working(root: str, step: int, run_id: str, purpose: str) -> str:
+    return os.path.join(root, f".{step_directory(step)}.{run_id}.{purpose}")
+
+
+def clean(fs: FileSystem, root: str) -> None:
+    """Remove what failed saves have left; put back a step that was set aside and not replaced."""
+    for name in fs.list(root):
+        match = _WORKING.fullmatch(name)
+        if not match:
+            continue
+        path = os.path.join(root, name)
+        final = os.path.join(root, step_directory(int(match[1])))
+        if match[2] == "replaced" and not _exists(fs, final):
+            fs.rename(path, final)
+        else:
+            remove_tree(fs, path)
+
+
+def _exists(fs: FileSystem, path: str) -> bool:
+    try:
+        fs.size(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def remove_tree(fs: FileSystem, path: str) -> None:
+    """Remove a checkpoint's directory. Parts of it that are gone already are no error."""
+    try:
+        names = fs.list(path)
+    except FileNotFoundError:
+        return
+    for name in names:
+        try:
+            fs.remove(os.path.join(path, name))
+        except FileNotFoundError:
+            pass
+    try:
+        fs.remove_directory(path)
+    except FileNotFoundError:
+        pass
+
+
+def publish(fs: FileSystem, root: str, staging: str, step: int, run_id: str) -> str | None:
+    """Move a complete directory to its final name, in one step where the file system has one.
+
+    Returns:
+        Where the version of this step that was replaced is now, if there was one.
+    """
+    final = os.path.join(root, step_directory(step))
+    try:
+        fs.rename(staging, final)
+        return None
+    except OSError as problem:
+        if problem.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    try:
+        fs.exchange(staging, final)
+        return staging
+    except OSError as problem:
+        if problem.errno != errno.ENOSYS:
+            raise
+    aside = _working(root, step, run_id, "replaced")
+    fs.rename(final, aside)  # readers accept this name while the final one is absent
+    fs.rename(staging, final)
+    return aside
+
+
+def retain(fs: FileSystem, root: str, keep: int, saved: int, run_id: str) -> None:
+    """Remove published checkpoints beyond the ``keep`` highest steps, never the one just saved."""
+    found = _published(fs, root)
+    for path, manifest in found[:-keep]:
+        if manifest.step == saved:
+            continue
+        doomed = _working(root, manifest.step, run_id, "removing")
+        fs.rename(path, doomed)  # so that a half-removed one is never taken for published
+        fs.flush_directory(root)
+        remove_tree(fs, doomed)

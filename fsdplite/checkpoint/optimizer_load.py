@@ -1,0 +1,160 @@
+"""Putting an optimizer's saved state back: by the names of its parameters, whatever the order of its groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..parameter import engine_access
+from .manifest import Manifest
+from .model_state import ModelState, ModelTensor
+from .optimizer_state import decode_settings, member_of, state_name
+from .tensor_bytes import dtype_name, torch_dtype
+from .values import decode_value, scalar_tensor
+from .wanted import Differences, Target, check_dtype, describe
+
+__all__ = ["OptimizerLoad"]
+
+
+class OptimizerLoad:
+    """Plans first, so that every difference is known before anything changes, and installs last.
+
+    Args:
+        optimizer: Only its ``param_groups`` and ``state`` are used.
+        model: The model's tensors.
+        manifest: Of the checkpoint.
+        stored_names: For each parameter of the model (by its own name) the name under which it is stored.
+        allow_cast: See ``load_checkpoint``.
+        differences: Gets what does not fit.
+
+    Attributes:
+        targets: Tensors to read.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        model: ModelState,
+        manifest: Manifest,
+        stored_names: dict[str, str],
+        allow_cast: bool,
+        differences: Differences,
+    ) -> None:
+        self.targets: list[Target] = []
+        self._optimizer = optimizer
+        self._settings: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._states: list[tuple[ModelTensor, dict[str, Any]]] = []
+        if manifest.optimizer is None:
+            differences.notes.append("the checkpoint holds no optimizer state")
+            return
+        self._manifest = manifest
+        self._section = manifest.optimizer
+        self._saved_group = {
+            name: number for number, group in enumerate(self._section["groups"]) for name in group["members"]
+        }
+        self._keys: dict[str, list[str]] = {}
+        for name in manifest.tensors:
+            if name.startswith("optimizer/"):
+                parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
+                self._keys.setdefault(parameter, []).append(key)
+        wanted = set()
+        for number, group in enumerate(optimizer.param_groups):
+            members = [member_of(model, p, number) for p in group["params"]]
+            known = [(m, stored_names[m.name]) for m in members if m.name in stored_names]
+            wanted.update(stored for _, stored in known)
+            self._plan_settings(number, group, known, differences)
+            for member, stored in known:
+                if stored not in self._saved_group:
+                    differences.notes.append(f"missing: '{member.name}' is in no parameter group of the checkpoint")
+                else:
+                    self._plan_state(group, member, stored, allow_cast, differences)
+        for name in self._saved_group:
+            if name not in wanted and name in stored_names.values():
+                differences.notes.append(f"unexpected: the checkpoint's optimizer holds '{name}', this one does not")
+
+    def _plan_settings(
+        self, number: int, group: dict[str, Any], known: list[tuple[ModelTensor, str]], differences: Differences
+    ) -> None:
+        numbers = sorted({self._saved_group[stored] for _, stored in known if stored in self._saved_group})
+        if not numbers:
+            return
+        saved = self._section["groups"]
+        first = saved[numbers[0]]
+        for other in numbers[1:]:
+            if (saved[other]["settings"], saved[other]["tensors"]) != (first["settings"], first["tensors"]):
+                differences.wrong.append(
+                    f"parameter group {number} joins parameters whose groups were saved with different settings "
+                    f"({saved[numbers[0]]['members'][0]} and {saved[other]['members'][0]})"
+                )
+                return
+        self._settings.append((group, decode_settings(first)))
+
+    def _plan_state(
+        self, group: dict[str, Any], member: ModelTensor, stored: str, allow_cast: bool, differences: Differences
+    ) -> None:
+        before = self._optimizer.state.get(member.tensor, {})
+        low, high = member.local_range()
+        state: dict[str, Any] = {}
+        for key in self._keys.get(stored, ()):
+            source = state_name(stored, key)
+            record = self._manifest.tensors[source]
+            with engine_access():
+                shape = torch.Size(member.tensor.shape)
+                device = member.tensor.device
+                parameter_dtype = member.tensor.dtype
+            dtype = self._dtype_of(before.get(key), record.dtype, stored, parameter_dtype)
+            check_dtype(source, record.dtype, dtype_name(dtype, source), allow_cast, differences)
+            with torch.inference_mode(False):
+                values = torch.zeros(shape, dtype=dtype, device=device)
+            state[key] = values
+            self.targets.append(Target(source, low, high, values.view(-1)))
+        for key, entry in self._section["scalars"].get(stored, {}).items():
+            if "value" in entry:
+                state[key] = decode_value(entry["value"], {})
+            else:
+                state[key] = _place(scalar_tensor(entry["tensor"]), key, before.get(key), group, member)
+        self._states.append((member, state))
+
+    def _dtype_of(self, before: Any, stored: str, parameter: str, wanted: torch.dtype) -> torch.dtype:
+        """A moment keeps the dtype it has here; a new one follows its parameter if it did when it was saved."""
+        if isinstance(before, torch.Tensor):
+            return before.dtype
+        saved_parameter = self._manifest.tensors.get(parameter)
+        if saved_parameter is not None and saved_parameter.dtype == stored:
+            return wanted
+        return torch_dtype(stored)
+
+    def install(self) -> None:
+        """Give the optimizer what was read. Groups keep their order and members."""
+        for group, settings in self._settings:
+            for key, value in settings.items():
+                before = group.get(key)
+                if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
+                    value = value.to(before.device)
+                group[key] = value
+        for member, state in self._states:
+            if state:
+                self._optimizer.state[member.tensor] = state
+            else:
+                self._optimizer.state.pop(member.tensor, None)
+
+    def unexpected(self, stored_names: dict[str, str]) -> dict[str, str]:
+        """Saved states of parameters that the model does not have: their parameters are listed already."""
+        known = set(stored_names.values())
+        return {
+            state_name(parameter, key): describe(self._manifest.tensors[state_name(parameter, key)])
+            for parameter, keys in getattr(self, "_keys", {}).items()
+            if parameter not in known
+            for key in keys
+        }
+
+
+def _place(value: torch.Tensor, key: str, before: Any, group: dict[str, Any], member: ModelTensor) -> torch.Tensor:
+    """A scalar state where a fresh optimizer keeps it, its value and dtype as saved."""
+    if isinstance(before, torch.Tensor):
+        return value.to(before.device)
+    if group.get("capturable") or (key == "step" and group.get("fused")):
+        with engine_access():
+            return value.to(member.tensor.device)
+    return value

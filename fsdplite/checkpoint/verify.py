@@ -1,0 +1,146 @@
+"""Checking every byte of a checkpoint. No torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import CheckpointError
+from .catalog import load_manifest, root_path
+from .dtypes import ITEMSIZE
+from .manifest import MANIFEST, FileRecord, Manifest
+from .reading import BUFFER_BYTES, Damage, RankFile, Request
+from .storage import FileSystem, file_system
+
+__all__ = ["Problem", "Verification", "verify_checkpoint"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One finding.
+
+    Attributes:
+        file: Name of the file.
+        tensor: Name of the tensor, if it is in the data.
+        first, count: The tensor's elements in question.
+        what: In words.
+    """
+
+    file: str
+    what: str
+    tensor: str | None = None
+    first: int | None = None
+    count: int | None = None
+
+    def __str__(self) -> str:
+        where = self.file
+        if self.tensor is not None:
+            where += f", '{self.tensor}'"
+        if self.first is not None and self.count is not None:
+            where += f", elements {self.first} to {self.first + self.count}"
+        return f"{where}: {self.what}"
+
+
+@dataclass
+class Verification:
+    """Outcome of :func:`verify_checkpoint`.
+
+    Attributes:
+        path: The checkpoint's directory.
+        problems: What is wrong; empty if every byte is the one that was written.
+        bytes_checked: Of tensor data.
+    """
+
+    path: str
+    problems: list[Problem] = field(default_factory=list)
+    bytes_checked: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def verify_checkpoint(path: Any) -> Verification:
+    """Read all of one checkpoint (a ``step-<n>`` directory) and compare every checksum. Writes nothing.
+
+    Finds any flipped bit, missing and replaced files, and files that do not belong to it.
+    """
+    fs = file_system()
+    folder = root_path(path)
+    result = Verification(folder)
+    try:
+        manifest = load_manifest(fs, folder)
+    except (CheckpointError, OSError) as problem:
+        result.problems.append(Problem(MANIFEST, _in_words(problem)))
+        return result
+    buffer = memoryview(bytearray(BUFFER_BYTES))
+    for number, record in enumerate(manifest.files):
+        _verify_file(fs, folder, manifest, number, record, buffer, result)
+    known = {MANIFEST, *(record.name for record in manifest.files)}
+    for name in fs.list(folder):
+        if name not in known:
+            result.problems.append(Problem(name, "is not part of this checkpoint; it is never read"))
+    return result
+
+
+def _in_words(problem: CheckpointError | OSError) -> str:
+    if isinstance(problem, FileNotFoundError):
+        return "is missing"
+    return str(problem)
+
+
+def _verify_file(
+    fs: FileSystem,
+    folder: str,
+    manifest: Manifest,
+    number: int,
+    record: FileRecord,
+    buffer: memoryview,
+    result: Verification,
+) -> None:
+    try:
+        file = RankFile(fs, os.path.join(folder, record.name), record)
+    except (CheckpointError, OSError) as problem:
+        result.problems.append(Problem(record.name, _in_words(problem)))
+        return
+    listed = {
+        name: (tensor, part)
+        for name, tensor in manifest.tensors.items()
+        for part in tensor.ranges
+        if part.file == number
+    }
+    try:
+        for name, spec in file.header.tensors.items():
+            tensor, part = listed.get(name, (None, None))
+            if tensor is None or part is None:
+                result.problems.append(Problem(record.name, "is not listed in the manifest", name))
+            elif (spec.dtype, spec.numel) != (tensor.dtype, part.count):
+                what = f"holds {spec.numel} elements of {spec.dtype}, the manifest lists {part.count} of {tensor.dtype}"
+                result.problems.append(Problem(record.name, what, name))
+        for name in listed:
+            if name not in file.header.tensors:
+                result.problems.append(Problem(record.name, "is not in the file that the manifest lists", name))
+
+        def on_damage(damage: Damage) -> None:
+            itemsize = ITEMSIZE[file.header.tensors[damage.tensor].dtype]
+            first = listed[damage.tensor][1].first if damage.tensor in listed else 0
+            result.problems.append(
+                Problem(
+                    record.name,
+                    f"chunk {damage.chunk} is damaged",
+                    damage.tensor,
+                    first + damage.low // itemsize,
+                    (damage.high - damage.low) // itemsize,
+                )
+            )
+
+        requests = [
+            Request(name, 0, spec.size_bytes, lambda offset, view: None) for name, spec in file.header.tensors.items()
+        ]
+        file.read(requests, buffer, on_damage)
+        result.bytes_checked += file.bytes_read
+    except OSError as problem:
+        result.problems.append(Problem(record.name, _in_words(problem)))
+    finally:
+        file.close()
