@@ -1,0 +1,143 @@
+"""The models that are measured, and their batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """A transformer block: attention and a feed-forward part four times as wide."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """A GPT with a tied head; the root owns embeddings and last norm. ``forward`` returns the loss."""
+
+    def __init__(self, layers: int, width: int, heads: int, vocabulary: int, length: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class SmallUnit(nn.Sequential):
+    """Six small Linears: twelve parameters and next to no arithmetic, so that what is left is host time."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(*(nn.Linear(width, width) for _ in range(6)))
+
+
+class SmallUnits(nn.Module):
+    """A chain of small units; the root owns nothing. ``forward`` returns the loss."""
+
+    def __init__(self, units: int, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SmallUnit(width) for _ in range(units))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its batches, and the class whose instances become units.
+
+    Attributes:
+        title: What the table calls it.
+        world_size: Ranks it runs on.
+        units: Number of modules that become units, the root aside.
+        unit_class: Class of the modules that each contender shards by themselves.
+        make_model: Builds the model; the caller seeds.
+        make_batch: From a generator to one local batch.
+        rounds, quick_rounds: Measured steps of each contender.
+        has_peak: Whether live bytes are counted too.
+    """
+
+    title: str
+    world_size: int
+    units: int
+    unit_class: type[nn.Module]
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable[[torch.Generator], Tensor]
+    rounds: int
+    quick_rounds: int
+    has_peak: bool
+
+
+def _small_units() -> nn.Module:
+    return SmallUnits(units=50, width=16)
+
+
+def _small_batch(generator: torch.Generator) -> Tensor:
+    return torch.randn(4, 16, generator=generator)
+
+
+CASES = {
+    "gpt": Case(
+        title="GPT, 30M parameters, 2 ranks",
+        world_size=2,
+        units=8,
+        unit_class=Block,
+        make_model=lambda: GPT(layers=8, width=512, heads=8, vocabulary=8192, length=64),
+        make_batch=lambda generator: torch.randint(8192, (2, 64), generator=generator),
+        rounds=24,
+        quick_rounds=4,
+        has_peak=True,
+    ),
+    "units": Case(
+        title="50 units of six Linear(16,16), 2 ranks",
+        world_size=2,
+        units=50,
+        unit_class=SmallUnit,
+        make_model=_small_units,
+        make_batch=_small_batch,
+        rounds=60,
+        quick_rounds=12,
+        has_peak=False,
+    ),
+    "host": Case(
+        title="50 units of six Linear(16,16), 1 rank",
+        world_size=1,
+        units=50,
+        unit_class=SmallUnit,
+        make_model=_small_units,
+        make_batch=_small_batch,
+        rounds=60,
+        quick_rounds=20,
+        has_peak=False,
+    ),
+}

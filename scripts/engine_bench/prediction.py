@@ -1,0 +1,114 @@
+"""The peak that the layout predicts, to put beside the one measured.
+
+What the engine adds comes from the layout alone: shards, moments, gradient shards, gathered units, reduction buffers.
+What the model needs anyway (activations, and one parameter's gradient on its way) is measured on the unwrapped model,
+unit by unit, and added.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import fsdplite.inspect
+
+from .contenders import Contender, build
+from .memory import LiveBytes
+from .models import Case
+
+
+def _mark_phases(model: nn.Module, case: Case, live: LiveBytes) -> None:
+    """Make the model say which unit it is in."""
+    units = [module for module in model.modules() if isinstance(module, case.unit_class)]
+
+    def say(phase: str) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            live.phase = phase
+
+        return hook
+
+    for index, unit in enumerate(units):
+        unit.register_forward_pre_hook(say(f"forward {index}"))
+        unit.register_full_backward_pre_hook(say(f"backward {index}"))
+    units[-1].register_forward_hook(say("forward end"))
+    units[0].register_full_backward_hook(say("backward end"))
+
+
+def measure_plain(case: Case, precision: str, optimizer_kind: str, batch: torch.Tensor) -> Counter[str]:
+    """What the unwrapped model needs beside parameters, gradients and optimizer state.
+
+    Returns:
+        Bytes by phase: ``"forward 3"`` from where unit 3 begins, ``"forward start"`` and ``"forward end"`` before and
+        after all units, the same for backward, and ``"update"``.
+    """
+    live = LiveBytes()
+    with live:
+        contender = build("plain", case, precision, optimizer_kind)
+        _mark_phases(contender.model, case, live)
+        live.excluded = lambda: _state_bytes(contender)
+        for _ in range(2):  # optimizer state is there from the second step on
+            with live.step() as step:
+                run_step(contender, batch, live)
+    return step.peak_by_phase
+
+
+def run_step(contender: Contender, batch: torch.Tensor, live: LiveBytes) -> None:
+    """One step that says its phases."""
+    live.phase = "forward start"
+    loss = contender.model(batch)
+    live.phase = "backward start"
+    loss.backward()
+    del loss
+    live.phase = "update"
+    contender.update()
+
+
+def _state_bytes(contender: Contender) -> int:
+    parameters = list(contender.model.parameters())
+    tensors = parameters + [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for state in contender.optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def predict_peak_bytes(model: nn.Module, unwrapped: Counter[str], prefetch: int = 1) -> int:
+    """Bytes at the peak of a step from the second on: stage 3, one AdamW, fp32 masters.
+
+    Args:
+        model: Wrapped; its root, and units that run one after the other in ``named_modules`` order.
+        unwrapped: What ``measure_plain`` found in the compute dtype; ``"update"`` for one rank's share.
+        prefetch: Units gathered ahead.
+    """
+    root, *units = [_UnitBytes(info) for info in fsdplite.inspect.units(model)]
+    shards = sum(unit.shard for unit in (root, *units))
+    last = len(units) - 1
+    # In forward: masters, two moments, and what is gathered.
+    needed = {
+        "forward start": root.full + units[0].full,
+        "forward end": root.full,
+        "backward start": root.full + root.buffer,
+        "backward end": root.full + root.buffer + units[0].buffer + shards,
+        "update": shards,
+    }
+    for index in range(len(units)):
+        ahead = sum(unit.full for unit in units[index + 1 : index + 1 + prefetch])
+        needed[f"forward {index}"] = root.full + units[index].full + ahead
+        # In backward also gradient shards of what is done, and reduction buffers: one that fills, that of the unit
+        # before in flight, and the root's, which fills from its first gradient to the end.
+        ahead = sum(unit.full for unit in units[max(0, index - prefetch) : index])
+        buffers = units[index].buffer + root.buffer + (units[index + 1].buffer if index < last else 0)
+        done = sum(unit.shard for unit in units[index + 1 :])
+        needed[f"backward {index}"] = root.full + units[index].full + ahead + buffers + done
+    return 3 * shards + max(engine_bytes + unwrapped[phase] for phase, engine_bytes in needed.items())
+
+
+class _UnitBytes:
+    """Bytes of one unit on one rank: its fp32 shard, its gathered parameters, its fp32 reduction buffer."""
+
+    def __init__(self, info: fsdplite.inspect.UnitInfo) -> None:
+        self.shard = sum(flat.shard_numel * 4 for flat in info.flats)
+        self.full = sum(flat.padded_numel * flat.compute_dtype.itemsize for flat in info.flats)
+        self.buffer = sum(flat.padded_numel * 4 for flat in info.flats)
