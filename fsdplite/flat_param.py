@@ -23,7 +23,7 @@ from .gradient import ShardedGrad
 from .gradient_buffer import GradientBuffer
 from .groups import Groups
 from .layout import FlatLayout
-from .parameter import ParameterInfo, ShardedParameter, engine_access
+from .parameter import ParameterInfo, ShardedParameter, engine_access, write_grad
 from .stage import Stage
 from .streams import lane_for
 from .watchdog import Waiting
@@ -330,7 +330,7 @@ class FlatParameter:
                 gradient._fsdp_index = index
                 gradient._fsdp_shard = None
                 value = gradient
-            user.grad = value
+            write_grad(user, value)
 
     def add_post_accumulate_hook(self, index: int, hook: Callable[[torch.Tensor], None]) -> Any:
         hooks = self._post_accumulate_hooks.setdefault(index, [])

@@ -19,7 +19,7 @@ from .errors import ConfigError, FSDPError
 from .flat_param import FlatParameter
 from .fsdp_unit import state_of
 from .gradient import pending_error
-from .parameter import ShardedParameter, engine_access, info_of
+from .parameter import ShardedParameter, engine_access, info_of, read_grad
 from .watchdog import Waiting
 
 __all__ = ["full_grad", "full_params", "full_state_dict"]
@@ -172,7 +172,7 @@ def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
         if flat.gradient.is_pending:
             raise pending_error(flat)
     with engine_access(), torch.no_grad():
-        gradient = flat.users[info.index].grad
+        gradient = read_grad(flat.users[info.index])
         if gradient is None:
             return None
         start, stop = flat.layout.shard_slice(info.index, flat.groups.shard_rank)

@@ -116,7 +116,7 @@ def _as_partial(tensor: torch.Tensor, sources: Sequence[FlatParameter | None]) -
 def combine_norms(
     entries: Sequence[tuple[Groups | None, torch.Tensor]], norm_type: float, device: torch.device
 ) -> torch.Tensor:
-    """The norm over everything, from norms over parts. Entries without groups are the same on every rank.
+    """The norm over everything, in fp32, from norms over parts. Entries without groups are the same on every rank.
 
     Collective: one all-reduce of one element per distinct shard group.
     """
@@ -136,14 +136,19 @@ def combine_norms(
             value = value.clone()
             all_reduce(value, groups.shard, groups, Waiting("", "all-reduce of the gradient norm", 0), op).wait()
         total = torch.maximum(total, value) if math.isinf(norm_type) else total + value
-    return total if math.isinf(norm_type) or norm_type == 0 else total ** (1.0 / norm_type)
+    total = total if math.isinf(norm_type) or norm_type == 0 else total ** (1.0 / norm_type)
+    return total.to(torch.float32)
 
 
 def local_norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Norm of a slice in at least fp32; 0 for an empty one, whatever the order."""
+    """Norm of a slice; 0 for an empty one, whatever the order.
+
+    In fp64 on CPU: the same sum is cut in other places at each stage and world size, and rounded to fp32 it should
+    not show.
+    """
     if gradient.numel() == 0:
         return torch.zeros((), device=gradient.device)
-    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    dtype = torch.float64 if gradient.device.type == "cpu" else torch.promote_types(gradient.dtype, torch.float32)
     return torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
 
 

@@ -15,7 +15,7 @@ import torch
 from . import events
 from .collectives import Pending, all_reduce, reduce_scatter
 from .gradient import PendingGrad, ShardedGrad
-from .parameter import engine_access
+from .parameter import engine_access, read_grad, write_grad
 from .streams import lane_for
 from .watchdog import Waiting
 
@@ -104,7 +104,7 @@ class GradientBuffer:
         """``zero_grad()`` after an unsynchronised backward set ``.grad`` to None: what was pending goes too."""
         with engine_access():
             for index, user in enumerate(self._flat().users):
-                if self.filled[index] and user.grad is None:
+                if self.filled[index] and read_grad(user) is None:
                     self.filled[index] = 0
         if 1 not in self.filled:
             self.release()
@@ -201,7 +201,7 @@ class GradientBuffer:
         dropped = []
         with engine_access():
             for index, user in enumerate(flat.users):
-                gradient = user.grad
+                gradient = read_grad(user)
                 if gradient is None or type(gradient) is PendingGrad:
                     dropped.append(index)
                 elif getattr(gradient, "_fsdp_shard", None) is not shard:
@@ -236,9 +236,9 @@ class GradientBuffer:
         with engine_access():
             for index, view in zip(bound, views):
                 user = flat.users[index]
-                gradient = user.grad
+                gradient = read_grad(user)
                 if gradient is None or type(gradient) is PendingGrad:
-                    user.grad = view
+                    write_grad(user, view)
                 elif result is not None:
                     gradient.add_(view)
         self._shard = weakref.ref(shard)
@@ -261,7 +261,7 @@ class GradientBuffer:
     def bound_parts(self) -> list[torch.Tensor]:
         """The gradients the users hold: the whole shard where it is theirs untouched, else each of them."""
         flat = self._flat()
-        gradients = [g for user in flat.users if (g := user.grad) is not None]
+        gradients = [g for user in flat.users if (g := read_grad(user)) is not None]
         shard = self._shard()
         if shard is not None and all(getattr(g, "_fsdp_shard", None) is shard for g in gradients):
             dropped = len(gradients) != len(flat.users)
@@ -275,13 +275,13 @@ class GradientBuffer:
         flat = self._flat()
         with engine_access():
             for index, user in enumerate(flat.users):
-                if self.filled[index] and user.grad is None:
+                if self.filled[index] and read_grad(user) is None:
                     placeholder = torch.zeros((), dtype=user.dtype, device=user.device).expand(user.shape)
                     placeholder = placeholder.as_subclass(PendingGrad)
                     placeholder._fsdp_ref = self._ref
                     placeholder._fsdp_index = index
                     placeholder._fsdp_shard = None
-                    user.grad = placeholder
+                    write_grad(user, placeholder)
 
     def abandon(self) -> None:
         """A backward died: wait for what is in flight, forget what it brought."""
@@ -299,7 +299,7 @@ class GradientBuffer:
         source, flat = other._flat(), self._flat()
         with engine_access():
             for index, (user, twin) in enumerate(zip(source.users, flat.users)):
-                gradient = user.grad
+                gradient = read_grad(user)
                 if gradient is not None and type(gradient) is not PendingGrad:
                     flat.set_user_gradient(index, gradient.as_subclass(torch.Tensor).clone())
 

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .errors import GradientError, ShardedAccessError
 from .gradient import PendingGrad, ShardedGrad, pending_error
-from .parameter import ShardedParameter, engine_access, info_of
+from .parameter import ShardedParameter, engine_access, info_of, read_grad
 
 __all__ = ["WHOLE_TENSOR_OPTIMIZERS", "flip_again", "install", "restore"]
 
@@ -54,7 +54,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 def _flip(sharded: list[torch.Tensor]) -> None:
     with engine_access():
         for p in sharded:
-            gradient = p.grad
+            gradient = read_grad(p)
             p.__class__ = nn.Parameter
             _flipped.append(p)
             if type(gradient) is ShardedGrad:
@@ -126,7 +126,7 @@ def _check_gradients(sharded: list[torch.Tensor]) -> None:
                 raise pending_error(flat)
     with engine_access():
         for p in sharded:
-            gradient = p.grad
+            gradient = read_grad(p)
             if type(gradient) is PendingGrad:
                 raise pending_error(info_of(p).flat)
             if gradient is not None and gradient.shape != p.shape:

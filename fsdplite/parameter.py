@@ -20,8 +20,11 @@ from .errors import ShardedAccessError
 if TYPE_CHECKING:
     from .flat_param import FlatParameter
 
-__all__ = ["LocalSlice", "ParameterInfo", "ShardedParameter", "as_local_slice", "engine_access", "info_of"]
+__all__ = ["LocalSlice", "ParameterInfo", "ShardedParameter", "as_local_slice", "engine_access", "info_of", "read_grad", "write_grad"]
 
+# Plain access to .grad, past the property below; to be used under engine_access().
+read_grad = torch._C.TensorBase.grad.__get__
+write_grad = torch._C.TensorBase.grad.__set__
 engine_access = torch._C.DisableTorchFunctionSubclass  # the engine's own reads and writes skip the checks below
 
 
@@ -127,6 +130,25 @@ class ShardedParameter(nn.Parameter):
     @property
     def ndim(self) -> int:  # type: ignore[override]
         return self.dim()
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """This rank's slice of the reduced gradient, or None."""
+        with engine_access():
+            return read_grad(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is None:
+            with engine_access():
+                write_grad(self, None)
+        else:
+            info = self.__dict__["_fsdp_info"]
+            info.flat.set_user_gradient(info.index, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     def dim(self) -> int:
         """Number of dimensions of the original parameter."""
@@ -266,8 +288,6 @@ def _property(func: Any, access: str, args: tuple) -> Any:
     info: ParameterInfo = parameter.__dict__["_fsdp_info"]
     if access == "__set__" and name == "data":
         return _write_data(parameter, info, args[1])
-    if access == "__set__" and name == "grad":
-        return info.flat.set_user_gradient(info.index, args[1])
     return func(*args)
 
 

@@ -280,8 +280,12 @@ def _refuse_tie(spec: ParamSpec, other: str | None) -> None:
 # --- advice and texts -----------------------------------------------------------------------------------------------
 
 
-def blocks_worth_wrapping(root: nn.Module) -> str | None:
-    """The repeated block that holds most of an unwrapped model's parameters, in words; None if there is none."""
+def blocks_worth_wrapping(root: nn.Module, more_than: int = 1) -> str | None:
+    """The repeated block that holds most of an unwrapped model's parameters, in words; None if there is none.
+
+    Args:
+        more_than: Fewer blocks than this plus one are not worth it: so many are gathered at a time anyway.
+    """
     total = _numel(root)
     best: tuple[int, str] | None = None
     for name, parent in root.named_modules():
@@ -293,7 +297,7 @@ def blocks_worth_wrapping(root: nn.Module) -> str | None:
                 groups.setdefault(class_name(child), []).append(child)
         for cls, blocks in groups.items():
             numel = _numel(*blocks)
-            if len(blocks) >= 2 and 2 * numel > total and (best is None or numel > best[0]):
+            if len(blocks) > more_than and 2 * numel > total and (best is None or numel > best[0]):
                 where = f"'{user_name(name)}'" if user_name(name) else "the model"
                 share = f"{len(blocks)} {cls} modules in {where} hold {100 * numel // total}% of the parameters"
                 best = numel, f'{share}: wrap each with policy=by_class("{cls}")'

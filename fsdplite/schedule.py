@@ -20,13 +20,15 @@ from .ignored import IgnoredGradients
 from .order import BACKWARD, FORWARD, KINDS, REDUCE, Order, Pass
 from .parameter import engine_access
 from .saved_weights import guard_saved_weights, stop_guarding
-from .unit import Call, UnitState, current_task
+from .unit import Call, UnitState
 from .watchdog import Waiting
 
 if TYPE_CHECKING:
     from .groups import Groups
 
 __all__ = ["Schedule"]
+
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 class Schedule:
@@ -38,6 +40,7 @@ class Schedule:
         resident: Units whose full buffers may be there (an ordered set).
         open_calls: Forward calls that this backward has reached and not yet passed.
         depth: Nesting of unit calls at the moment.
+        keeps_weights: Nothing is freed: a graph of a backward (``create_graph=True``) may still need the weights.
         step: Number of backwards finished, for messages.
     """
 
@@ -62,7 +65,8 @@ class Schedule:
         self._forward_key: Any = None
         self._backward: Pass | None = None
         self._in_flight: list[FlatParameter] = []
-        self._keeps_graph = False
+        self.keeps_weights = False
+        self._renews_keeping = False
         self._idle: list[UnitState] = []
 
     @property
@@ -117,6 +121,7 @@ class Schedule:
             self._guarding = False
         if has_failed:
             self._forward = None
+            self.keeps_weights = False
             for resident in list(self.resident):
                 resident.kept_calls = 0
                 resident.rest()
@@ -223,8 +228,9 @@ class Schedule:
         """Backward reaches the outputs of a call: close what is over, gather, prefetch."""
         if not self.in_backward:
             self.enter_backward()
-        if torch.is_grad_enabled():
-            self._keeps_graph = True  # create_graph: nodes made now need the weights in the next backward
+        if torch.is_grad_enabled() or (self.keeps_weights and keeps_graph()):
+            # Nodes made under create_graph read weights without a tag; these stay until a backward drops its graph.
+            self.keeps_weights = self._renews_keeping = True
         unit = call.unit
         unit.open_calls += 1  # before others are closed, or the same unit would be freed and gathered again
         for other in [c for c in self.open_calls if c.start > call.stop]:
@@ -254,8 +260,7 @@ class Schedule:
     def _finish_unit(self, unit: UnitState) -> None:
         if unit.requires_sync and unit.has_unreduced:
             self._reduce(unit)
-        if not self._keeps_graph:
-            unit.rest()
+        unit.rest()
 
     def _reduce(self, unit: UnitState) -> None:
         self.announce(REDUCE, unit)
@@ -285,7 +290,6 @@ class Schedule:
             raise
 
     def _finish_backward(self) -> None:
-        keeps_graph, self._keeps_graph = self._keeps_graph, False
         for call in self.open_calls:
             call.unit.open_calls = 0
             call.unit.finish_call(call)
@@ -310,8 +314,9 @@ class Schedule:
         self._backward = None
         self.in_backward = False
         self.step += 1
+        self.keeps_weights, self._renews_keeping = self._renews_keeping, False
         for unit in list(self.resident):
-            unit.rest(frees=not keeps_graph)
+            unit.rest()
         if events.active is not None:
             events.active.emit("backward_stop", self.root.name)
         optimizer_hooks.flip_again()
@@ -367,7 +372,7 @@ class Schedule:
 
     def abandon_backward(self) -> None:
         """A backward died: what it has sent is waited for, what it brought is dropped, everything rests."""
-        self._keeps_graph = False
+        self.keeps_weights = self._renews_keeping = False
         for call in self.open_calls:
             call.unit.open_calls = 0
             call.unit.finish_call(call)
@@ -402,6 +407,7 @@ class Schedule:
         """Free everything gathered, also what waits for a backward (it will be gathered again)."""
         if self.depth or self.in_backward:
             return
+        self.keeps_weights = False
         for unit in list(self.resident):
             unit.kept_calls = 0
             unit.rest()

@@ -32,7 +32,7 @@ def tensors_in(value: Any, _depth: int = 0) -> Iterator[torch.Tensor]:
         for item in value.values():
             yield from tensors_in(item, _depth + 1)
     elif _is_record(value):
-        for item in vars(value).values():
+        for item in _fields(value).values():
             yield from tensors_in(item, _depth + 1)
 
 
@@ -58,8 +58,9 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
             result[key] = item
         return result
     if _is_record(value):
-        changed = {key: map_tensors(function, item) for key, item in vars(value).items()}
-        if all(changed[key] is item for key, item in vars(value).items()):
+        fields = _fields(value)
+        changed = {key: map_tensors(function, item) for key, item in fields.items()}
+        if all(changed[key] is item for key, item in fields.items()):
             return value
         result = copy.copy(value)
         for key, item in changed.items():
@@ -72,3 +73,13 @@ def _is_record(value: Any) -> bool:
     if isinstance(value, (nn.Module, type)) or callable(value):
         return False
     return dataclasses.is_dataclass(value) or (hasattr(value, "__dict__") and type(value).__module__ != "builtins")
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """What an object holds: its ``__dict__`` and, for a dataclass with slots, its fields that are set."""
+    fields = dict(getattr(value, "__dict__", {}))
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                fields.setdefault(field.name, getattr(value, field.name))
+    return fields

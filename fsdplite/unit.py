@@ -241,10 +241,10 @@ class UnitState:
         return tuple(map_tensors(cast, arg) for arg in args), {k: map_tensors(cast, v) for k, v in kwargs.items()}
 
     def current_call(self) -> Call:
-        """The call that is running, for weights saved by it."""
-        if self._call is None:
-            self._call = Call(self, self.schedule.tick())
-        return self._call
+        """The call that is running, or that a backward is in, for weights saved by it."""
+        if self._call is not None:
+            return self._call
+        return next((c for c in self.schedule.open_calls if c.unit is self), None) or Call(self, self.schedule.tick())
 
     # ------------------------------------------------------------------ backward
 
@@ -301,16 +301,18 @@ class UnitState:
     def has_unreduced(self) -> bool:
         return any(flat.gradient is not None and flat.gradient.has_unreduced for flat in self.flats)
 
-    def rest(self, frees: bool = True) -> None:
+    def rest(self) -> None:
         """Modules hold the users' parameters and the full buffers are freed, unless something still needs them."""
         if self.is_active or self.open_calls:
             return
         for flat in self.flats:
             flat.bind_users()
-        if frees and not self.kept_calls:
+        if not self.kept_calls:
             self.reshard()
 
     def reshard(self) -> None:
+        if self.schedule.keeps_weights:
+            return
         for flat in self.flats:
             flat.reshard()
         self.schedule.resident.pop(self, None)

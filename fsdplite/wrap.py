@@ -271,7 +271,7 @@ class _Wrapping:
         for text in self.plan.warnings:
             warnings.warn(text, UserWarning, stacklevel=4)
         if self.stage.shards_parameters and len(states) == 1 and not self.plan.nested:
-            advice = blocks_worth_wrapping(self.module)
+            advice = blocks_worth_wrapping(self.module, more_than=1 + self.prefetch)
             if advice is not None:
                 warnings.warn(
                     f"the whole model is one unit, so the peak is the whole model: {advice}", UserWarning, stacklevel=4
