@@ -91,7 +91,7 @@ def trains_what_is_free(setup: Setup, build: Any, fan_in: int, fan_out: int) -> 
 def test_F1_frozen_and_trainable_parameters_in_one_unit(world_size: int) -> None:
     one_unit = partial(trains_what_is_free, build=Adapter, fan_in=4, fan_out=4)
     # Adapter is the root here, so "block" and "root" both mean one unit.
-    run(world_size, for_each, matrix(world_size), one_unit)
+    run(world_size, for_each, matrix(world_size, every_stage=True), one_unit)
     several = partial(trains_what_is_free, build=AdapterStack, fan_in=7, fan_out=3)
     run(world_size, for_each, matrix(world_size), several)
 

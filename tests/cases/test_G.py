@@ -79,7 +79,7 @@ def norm_is_global(setup: Setup) -> None:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_G1_the_norm_is_global(world_size: int) -> None:
-    run(world_size, for_each, matrix(world_size), norm_is_global)
+    run(world_size, for_each, matrix(world_size, every_stage=True), norm_is_global)
     if world_size == 1:
         run(1, for_each, matrix(1), norm_is_global, group=False)
 

@@ -81,7 +81,7 @@ def built_before_wrapping(setup: Setup) -> None:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_O1_an_optimizer_built_before_wrapping_trains_the_model(world_size: int) -> None:
-    run(world_size, for_each, matrix(world_size), built_before_wrapping)
+    run(world_size, for_each, matrix(world_size, every_stage=True), built_before_wrapping)
     if world_size == 1:
         run(1, for_each, matrix(1), built_before_wrapping, group=False)
 

@@ -152,31 +152,37 @@ class Hidden(nn.Module):
         return self.body(x).tanh()
 
 
-def head_loss(model: nn.Module, batch: tuple[Tensor, ...], chunks: int) -> Tensor:
+def head_loss(weight: Tensor, h: Tensor, target: Tensor, chunks: int) -> Tensor:
     """The loss uses `head.weight` on 1 or 3 slices of the hidden states (4 rows: 2, 1 and 1)."""
-    x, target = batch
-    h = model(x)
-    logits = torch.cat([F.linear(part, model.head.weight) for part in h.tensor_split(chunks)])
+    logits = torch.cat([F.linear(part, weight) for part in h.tensor_split(chunks)])
     return (logits.to(target.dtype) - target).square().mean()
 
 
-def loss_in_context(model: nn.Module, batch: tuple[Tensor, ...], chunks: int, dtype: torch.dtype) -> Tensor:
+def plain_loss(model: nn.Module, batch: tuple[Tensor, ...], chunks: int) -> Tensor:
+    return head_loss(model.head.weight, model(batch[0]), batch[1], chunks)
+
+
+def loss_in_context(
+    model: nn.Module, batch: tuple[Tensor, ...], chunks: int, dtype: torch.dtype, forward_inside: bool = False
+) -> Tensor:
+    h = None if forward_inside else model(batch[0])
     with fsdp.full_params(model.head):
         assert model.head.weight.shape == (3, 5) and model.head.weight.dtype == dtype
-        return head_loss(model, batch, chunks)
+        h = model(batch[0]) if forward_inside else h
+        return head_loss(model.head.weight, h, batch[1], chunks)
 
 
 LINEAR = {"block": fsdp.by_class(nn.Linear), "leaf": fsdp.by_class(nn.Linear)}
 
 
 def loss_uses_a_weight(setup: Setup) -> None:
-    for chunks in (1, 3):
+    for chunks, forward_inside in ((1, False), (3, False), (1, True)):
         reference, model = seeded(Hidden), seeded(Hidden)
         wrap(model, setup, LINEAR)
-        loss_of = partial(loss_in_context, chunks=chunks, dtype=F64)
+        loss_of = partial(loss_in_context, chunks=chunks, dtype=F64, forward_inside=forward_inside)
         train_rank(model, sgd(model), range(2), local_batch, here.rank, loss_of)
         assert_rested(model)
-        train_ref(reference, sgd(reference), range(2), local_batch, here.world_size, partial(head_loss, chunks=chunks))
+        train_ref(reference, sgd(reference), range(2), local_batch, here.world_size, partial(plain_loss, chunks=chunks))
         assert_parity(model, reference)
 
 
@@ -192,7 +198,7 @@ def loss_uses_a_bf16_weight(setup: Setup) -> None:
         train_rank(model, sgd(model), range(2), batch_of, here.rank, loss_of)
         assert_rested(model)
         oracle = LowPrecisionReference(masters, torch.bfloat16)
-        oracle.train(sgd(masters), range(2), batch_of, here.world_size, partial(head_loss, chunks=chunks))
+        oracle.train(sgd(masters), range(2), batch_of, here.world_size, partial(plain_loss, chunks=chunks))
         assert_parity(model, masters, bitwise=here.world_size <= 2)
 
 

@@ -99,7 +99,7 @@ def write_while_sharded(setup: Setup) -> None:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_P4_writing_to_a_weight_while_it_is_sharded(world_size: int) -> None:
-    run(world_size, for_each, matrix(world_size), write_while_sharded)
+    run(world_size, for_each, matrix(world_size, every_stage=True), write_while_sharded)
 
 
 def zeroed_everywhere(setup: Setup) -> None:
@@ -168,6 +168,6 @@ def initialised_inside(setup: Setup) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_P5_edits_inside_full_params(world_size: int) -> None:
     for body in (zeroed_everywhere, rank0_decides, nothing_leaks, initialised_inside):
-        run(world_size, for_each, matrix(world_size), body)
+        run(world_size, for_each, matrix(world_size, every_stage=True), body)
         if world_size == 1:
             run(1, for_each, matrix(1), body, group=False)

@@ -88,7 +88,7 @@ def _assert_only_shards_live(model: nn.Module) -> None:
         for flat in unit.flats:
             if flat.dtype in padded:
                 # A shard, its gradient, and one compute-dtype copy of the shard are all that may exist beside `owned`.
-                padded[flat.dtype] += 3 * flat.shard_numel * flat.dtype.itemsize
+                padded[flat.dtype] += 3 * flat.layout.shard_numel * flat.dtype.itemsize
     seen: dict[int, int] = {}
     for tensor in _reachable_tensors(model):
         if tensor.is_floating_point() and tensor.device.type == "cpu":

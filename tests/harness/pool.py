@@ -147,7 +147,7 @@ def run(
     world_size: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 20.0,
+    timeout_s: float = 60.0,
     fresh: bool = False,
     pg_timeout_s: float = PG_TIMEOUT_S,
     absent: Collection[int] = (),
@@ -159,7 +159,8 @@ def run(
     Args:
         world_size: Number of ranks.
         fn: A module-level function; it, its arguments and its result travel by pickle.
-        timeout_s: A rank that has not answered by then has failed.
+        timeout_s: A rank that has not answered by then has failed. A collective that hangs ends earlier, by the
+            timeout of its group: this is for what hangs elsewhere, and may cover many combinations.
         fresh: Use new processes for this call and throw them away after it.
         pg_timeout_s: Timeout of the process group; other than the default only with `fresh`.
         absent: Ranks expected to sleep or to leave; their result is None. Only with `fresh`.

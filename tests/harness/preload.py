@@ -18,7 +18,10 @@ with warnings.catch_warnings():
     import torch.utils.checkpoint  # noqa: F401
 
 try:
-    import fsdplite  # noqa: F401
+    import fsdplite
+
+    for name in fsdplite.__all__:
+        getattr(fsdplite, name)  # names are loaded when they are first used
 except Exception:  # the ranks will say it with a traceback
     pass
 

@@ -119,10 +119,7 @@ def _join(setup: RankSetup) -> None:
     )
     import fsdplite as fsdp
 
-    if hasattr(fsdp, "init_distributed"):
-        fsdp.init_distributed(backend="gloo", timeout=setup.pg_timeout_s)
-    else:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=setup.pg_timeout_s))
+    fsdp.init_distributed(backend="gloo", timeout=setup.pg_timeout_s)
     # The harness moves its own objects on a group of its own, so it cannot disturb the order of what is tested.
     here.harness_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=setup.pg_timeout_s))
 
