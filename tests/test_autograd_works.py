@@ -145,6 +145,36 @@ def test_retain_graph_and_create_graph(world_size: int) -> None:
     run(world_size, for_each, combinations, retained)
 
 
+def functional_derivatives(name: str, policy: Any, reshard: bool | None) -> None:
+    """`torch.autograd.functional`: several backwards over one graph, or over the graph of a backward."""
+    model, reference = seeded(Stack, 2), seeded(Stack, 2)
+    fsdp.fsdp_wrap(model, policy, reshard_after_forward=reshard)
+    x, v = stack_batch(0, here.rank)[0][:1], stack_batch(1, here.rank)[0][:1]
+    derive = getattr(torch.autograd.functional, name)
+
+    def value(m: nn.Module) -> Tensor:
+        if name == "jacobian":
+            return derive(m, x)
+        if name == "jvp":
+            return derive(m, x, v)[1]
+        scalar = lambda z: m(z).square().sum()  # noqa: E731
+        return derive(scalar, x) if name == "hessian" else derive(scalar, x, v)[1]
+
+    assert_close(value(model), value(reference))
+    # An optimizer built now trains the model.
+    train_rank(model, sgd(model), [1], stack_batch, here.rank)
+    train_ref(reference, sgd(reference), [1], stack_batch, here.world_size)
+    assert_parity(model, reference)
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_functional_derivatives_by_inputs(world_size: int) -> None:
+    names = ("jacobian", "jvp", "hvp", "hessian")
+    combinations = [(name, fsdp.by_class("Block"), reshard) for name in names for reshard in (None, True)]
+    run(world_size, for_each, combinations, functional_derivatives)
+
+
 class TwoOutputs(nn.Module):
     """Two outputs of two layers, of which the loss may use one."""
 

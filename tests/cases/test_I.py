@@ -46,6 +46,26 @@ class FrozenOut:
     more: Any
 
 
+@dataclasses.dataclass(slots=True)
+class SlottedOut:
+    """A dataclass without a `__dict__`."""
+
+    scores: Tensor
+    aux: Any = None
+
+
+@dataclasses.dataclass
+class DerivedOut:
+    """A dataclass with a field its constructor does not take, made of the others."""
+
+    scores: Tensor
+    t: Tensor
+    derived: Any = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.derived = {"t": self.t * 1}
+
+
 class Pair(NamedTuple):
     """A named tuple, with a container inside."""
 
@@ -71,6 +91,14 @@ def as_frozen(scores: Tensor, t: Tensor) -> Any:
     return FrozenOut(scores, ({"t": t},))
 
 
+def as_slotted(scores: Tensor, t: Tensor) -> Any:
+    return SlottedOut(scores, [t])
+
+
+def as_derived(scores: Tensor, t: Tensor) -> Any:
+    return DerivedOut(scores, t)
+
+
 def as_pair(scores: Tensor, t: Tensor) -> Any:
     return Pair(scores, [None, (t,)])
 
@@ -91,6 +119,8 @@ def as_nested_dataclass(scores: Tensor, t: Tensor) -> Any:
 STRUCTURES: dict[str, tuple[Callable[..., Any], Callable[[Any], Tensor]]] = {
     "dataclass": (as_dataclass, lambda out: out.more["states"][0]),
     "frozen": (as_frozen, lambda out: out.more[0]["t"]),
+    "slotted": (as_slotted, lambda out: out.aux[0]),
+    "derived": (as_derived, lambda out: out.derived["t"]),
     "namedtuple": (as_pair, lambda out: out.more[1][0]),
     "model output": (as_model_output, lambda out: out.hidden[0]),
     "tuple": (as_tuple, lambda out: out[2][0]["deep"][0]),
@@ -157,7 +187,7 @@ def structured(kind: str, both: bool, reshard: bool | None) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_I1_structured_outputs(world_size: int) -> None:
-    combinations = [(kind, False, reshard) for kind, reshard in zip(STRUCTURES, (None, True, False) * 2, strict=True)]
+    combinations = [(kind, False, reshard) for kind, reshard in zip(STRUCTURES, (None, True, False) * 3)]
     if world_size == 2:
         combinations += [(kind, True, None) for kind in STRUCTURES]
     run(world_size, for_each, combinations, structured)
