@@ -2,7 +2,8 @@
 
 The unsharded side is one process: each rank's local batch is run by itself on the unwrapped model, the gradients are
 added in rank order in fp32 (or wider) and divided by the number of ranks, and the optimizer steps once. Under a low
-precision it holds fp32 masters and computes with weights cast to the compute dtype. It calls nothing of the engine.
+precision it holds fp32 masters and computes with weights cast to the compute dtype. Of the engine it shares only the
+rules of ``Precision``: which dtype a weight has where.
 """
 
 from __future__ import annotations
@@ -129,6 +130,10 @@ def check_parity(
     rank = dist.get_rank() if dist.is_initialized() else 0
     make_optimizer = make_optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     precision = as_precision(precision)
+    if precision.buffer_dtype is not None:
+        raise ConfigError(
+            "the unsharded side does not cast buffers", expected="buffer_dtype=None", found=precision.buffer_dtype
+        )
     device = device or torch.device("cpu")
     subject, twin = _build(factory, seed, device), _build(factory, seed, device)
     _check_same_weights(subject.model, twin.model)
@@ -233,7 +238,7 @@ class _Batches:
         self.world_size = world_size
         self.device = device
 
-    def loss(self, subject: _Subject, model: nn.Module, step: int, rank: int, cast: Any = None) -> torch.Tensor:
+    def loss(self, subject: _Subject, model: nn.Module, step: int, rank: int) -> torch.Tensor:
         """The loss of ``model`` on one rank's batch of one step."""
         random.seed(hash((self.seed, step, rank)))
         torch.manual_seed((self.seed * 100_003 + step) * 10_007 + rank)
@@ -243,7 +248,8 @@ class _Batches:
 
 
 def _arguments(batch: Any) -> tuple[tuple, dict]:
-    if isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[0], (tuple, list)) and isinstance(batch[1], dict):
+    is_pair = isinstance(batch, tuple) and len(batch) == 2
+    if is_pair and isinstance(batch[0], (tuple, list)) and isinstance(batch[1], dict):
         return tuple(batch[0]), batch[1]
     if isinstance(batch, (tuple, list)):
         return tuple(batch), {}

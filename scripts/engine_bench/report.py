@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,17 @@ from typing import Any
 from .timing import Spread, paired_ratios
 
 REFERENCE = "fully_shard"
-Table = tuple[str, list[str], list[list[str]]]  # title, headings, rows
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table before it is drawn. A cell may have several lines."""
+
+    title: str
+    headings: list[str]
+    rows: list[list[str]]
+    note: str = ""
+
 
 _TIMING_COLUMNS = {"step": "step", "forward_backward": "fwd + bwd", "optimizer": "optimizer", "host": "main-thread CPU"}
 
@@ -51,20 +62,23 @@ def tables(found: dict[str, Any]) -> list[Table]:
 def _timing_table(case: dict[str, Any]) -> Table:
     timing = case["timing"]
     rounds = len(timing[REFERENCE]["step"])
-    title = f"{case['title']}: time over {REFERENCE}'s, median (quartiles) of {rounds} paired steps; ms of the median"
+    title = (
+        f"{case['title']}: time as a share of {REFERENCE}'s, median and quartiles of {rounds} paired steps; "
+        "milliseconds are medians"
+    )
     rows = []
     for name, clock in timing.items():
-        row = [name]
+        cells = []
         for quantity in _TIMING_COLUMNS:
-            milliseconds = Spread.of(clock[quantity]).median
-            row.append(f"{_spread(paired_ratios(clock[quantity], timing[REFERENCE][quantity]))}, {milliseconds:.1f} ms")
-        rows.append(row)
+            ratio = paired_ratios(clock[quantity], timing[REFERENCE][quantity])
+            cells.append(f"{_spread(ratio)}\n{Spread.of(clock[quantity]).median:.1f} ms")
+        rows.append([name, *cells])
+    note = ""
     if "plain" in timing:
         added = {name: _added_us(clock, timing["plain"], case["units"]) for name, clock in timing.items()}
-        for row in rows:
-            row.append("" if row[0] == "plain" else f"{added[row[0]].median:.0f} us")
-    headings = ["", *_TIMING_COLUMNS.values(), *(["added per unit"] if "plain" in timing else [])]
-    return title, headings, rows
+        note = "Main-thread CPU time of forward and backward that each adds to the unwrapped model, per unit and step: "
+        note += ", ".join(f"{name} {spread.median:.0f} us" for name, spread in added.items() if name != "plain") + "."
+    return Table(title, ["", *_TIMING_COLUMNS.values()], rows, note)
 
 
 def _added_us(clock: dict[str, list[float]], plain: dict[str, list[float]], units: int) -> Spread:
@@ -74,45 +88,39 @@ def _added_us(clock: dict[str, list[float]], plain: dict[str, list[float]], unit
 
 
 def _memory_table(case: dict[str, Any]) -> Table:
-    title = f"{case['title']}: live tensor bytes at the peak, and collectives, of one step on rank 0"
-    headings = ["", "precision", "peak", "ratio", "formula", "same each step", "collectives", "bytes"]
+    title = f"{case['title']}: peak of live tensor bytes in one step of rank 0, and its collectives; MB"
+    headings = ["", "dtype", "peak", "ratio", "formula", "constant", "collectives", "MB"]
     rows = []
     for precision, contenders in case["memory"].items():
         reference = contenders[REFERENCE]["steps"][-1]["peak_bytes"]
         for name, contender in contenders.items():
             step = contender["steps"][-1]
-            predicted = contender["predicted_peak_bytes"]
+            peak, predicted = step["peak_bytes"], contender["predicted_peak_bytes"]
+            formula = "" if predicted is None else f"{predicted / 1e6:.1f} ({predicted / peak - 1:+.1%})"
+            constant = "yes" if is_constant(contender) else "no"
+            share = f"{peak / reference:.3f}"
+            sent = f"{step['collective_bytes'] / 1e6:.1f}"
             rows.append(
-                [
-                    name,
-                    precision,
-                    _megabytes(step["peak_bytes"]),
-                    f"{step['peak_bytes'] / reference:.3f}",
-                    "" if predicted is None else f"{_megabytes(predicted)} ({predicted / step['peak_bytes'] - 1:+.1%})",
-                    "yes" if is_flat(contender) else "no",
-                    _calls(step["calls"]),
-                    _megabytes(step["collective_bytes"]),
-                ]
+                [name, precision, f"{peak / 1e6:.1f}", share, formula, constant, _calls(step["calls"]), sent]
             )
-    return title, headings, rows
+    note = "AG all-gather, RS reduce-scatter, AR all-reduce, c control message. Constant: the same peak in every step "
+    note += "from the second on. Formula: from the layout, with the unwrapped model's activations."
+    return Table(title, headings, rows, note)
 
 
-def is_flat(contender: dict[str, Any]) -> bool:
+def is_constant(contender: dict[str, Any]) -> bool:
     """Whether every step from the second on had the same peak."""
     return len({step["peak_bytes"] for step in contender["steps"][1:]}) == 1
 
 
 def _calls(calls: dict[str, int]) -> str:
-    short = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "broadcast": "BC", "all_to_all": "A2A"}
-    return " + ".join(f"{count} {short.get(kind, kind)}" for kind, count in sorted(calls.items()))
+    short = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "broadcast": "BC", "control": "c"}
+    order = sorted(calls.items(), key=lambda item: (item[0] == "control", item[0]))
+    return ", ".join(f"{count} {short.get(kind, kind)}" for kind, count in order)
 
 
 def _spread(spread: Spread) -> str:
     return f"{spread.median:.2f} ({spread.low:.2f}-{spread.high:.2f})"
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"
 
 
 def machine_line(found: dict[str, Any]) -> str:
@@ -127,10 +135,10 @@ def machine_line(found: dict[str, Any]) -> str:
 def as_markdown(found: dict[str, Any]) -> str:
     """The tables as the README shows them, with the command, the machine and the date."""
     parts = [f"`{found['command']}` on {machine_line(found)}."]
-    for title, headings, rows in tables(found):
-        lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
-        lines += ["| " + " | ".join(row) + " |" for row in rows]
-        parts += [f"{title}:", "\n".join(lines)]
+    for table in tables(found):
+        lines = ["| " + " | ".join(table.headings) + " |", "|" + "---|" * len(table.headings)]
+        lines += ["| " + " | ".join(cell.replace("\n", "<br>") for cell in row) + " |" for row in table.rows]
+        parts += [f"{table.title}:", "\n".join(lines), *([table.note] if table.note else [])]
     return "\n\n".join(parts)
 
 
@@ -141,11 +149,14 @@ def print_tables(found: dict[str, Any]) -> None:
 
     console = Console(highlight=False)
     console.print(machine_line(found), markup=False)
-    for title, headings, rows in tables(found):
-        table = RichTable(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-        for heading in headings:
-            table.add_column(heading, overflow="fold")
-        for row in rows:
-            table.add_row(*row)
+    for table in tables(found):
+        drawn = RichTable(box=None, pad_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
+        for heading in table.headings:
+            drawn.add_column(heading, no_wrap=heading != "collectives")
+        for row in table.rows:
+            drawn.add_row(*row)
         console.print()
-        console.print(table)
+        console.print(table.title, markup=False)
+        console.print(drawn)
+        if table.note:
+            console.print(table.note, markup=False)
