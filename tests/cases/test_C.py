@@ -17,6 +17,7 @@ from tests.harness import (
     Counts,
     assert_parity,
     assert_rested,
+    expect_loud,
     for_each,
     gather_grads,
     here,
@@ -154,6 +155,60 @@ def test_C1_segments_of_units_and_several_depths(world_size: int) -> None:
         ("", None, fsdp.by_class(Inner), 1),
     ]
     run(world_size, for_each, combinations, segments)
+
+
+class Dropping(nn.Module):
+    """A block whose masks must be the same ones when it is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5, dtype=torch.float64)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(torch.tanh(self.linear(x)))
+
+
+class DroppingStack(Blocks):
+    """Blocks with dropout; `way` as in `Blocks`."""
+
+    def __init__(self, n: int, way: str = "") -> None:
+        super().__init__(n, way)
+        for i in range(n):
+            self.blocks[i] = Dropping()
+
+
+def masks_again(way: str, policy: object, recompute: object) -> None:
+    """Against each rank's batch run alone under that rank's seed, gradients averaged."""
+    model, reference = seeded(DroppingStack, 3, way), seeded(DroppingStack, 3)
+    fsdp.fsdp_wrap(model, policy, recompute=recompute)
+    batch = batch_of_width(5)
+    torch.manual_seed(here.rank)
+    for step in range(2):
+        leafy_mse(model, batch(step, here.rank)).backward()
+    for rank in range(here.world_size):
+        torch.manual_seed(rank)
+        for step in range(2):
+            (leafy_mse(reference, batch(step, rank)) / here.world_size).backward()
+    assert_parity(model, reference)
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_C1_dropout_draws_the_same_masks_again(world_size: int) -> None:
+    blocks = fsdp.by_class(Dropping)
+    combinations = [("", blocks, blocks), ("", None, blocks), ("outside, checkpoint", blocks, None)]
+    combinations += [("outside, reentrant", blocks, None)]
+    run(world_size, for_each, combinations, masks_again)
+
+
+def recompute_matches_nothing() -> None:
+    expect_loud(lambda: fsdp.fsdp_wrap(Blocks(2), recompute=fsdp.by_class("Innr")), "Innr", "Inner")
+    expect_loud(lambda: fsdp.fsdp_wrap(Blocks(2), recompute=fsdp.by_name("layers.*")), "blocks.*")
+
+
+def test_C1_a_recompute_policy_that_matches_nothing() -> None:
+    run(1, recompute_matches_nothing)
 
 
 class Adapted(nn.Module):

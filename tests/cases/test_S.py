@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fsdplite as fsdp
 from fsdplite import inspect
+from tests.cases.matrix import MESHES, mesh_of
 from tests.harness import (
     Vec,
     adamw,
@@ -97,9 +98,10 @@ def test_S1_zero_dimensional_parameters(world_size: int) -> None:
     run(world_size, for_each, combinations, scalar_step)
 
 
-def few_elements(n: int, root_numel: int, stage: int, prefetch: int) -> None:
+def few_elements(n: int, root_numel: int, stage: int, prefetch: int, shape: tuple[int, int] | None) -> None:
     model = Nested(Vec(n, 1.0), root_numel)
-    fsdp.fsdp_wrap(model, fsdp.by_class("Vec"), stage=stage, prefetch=prefetch)
+    mesh = None if shape is None else mesh_of(shape)
+    fsdp.fsdp_wrap(model, fsdp.by_class("Vec"), stage=stage, prefetch=prefetch, mesh=mesh)
     optimizer = sgd(model)
     model(here.rank + 1).backward()
     optimizer.step()
@@ -110,10 +112,11 @@ def few_elements(n: int, root_numel: int, stage: int, prefetch: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_S2_fewer_elements_than_ranks(world_size: int) -> None:
     combinations = [
-        (n, root_numel, stage, prefetch)
+        (n, root_numel, stage, prefetch, None)
         for n, root_numel, prefetch in ((1, 0, 1), (1, 1, 0), (2, 3, 2), (3, 0, 1))
         for stage in (0, 1, 2, 3)
     ]
+    combinations += [(n, 1, stage, 1, shape) for n in (1, 3) for stage in (3, 2) for shape in MESHES.get(world_size, ())]
     run(world_size, for_each, combinations, few_elements)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fsdplite as fsdp
 from fsdplite import inspect
+from tests.cases.matrix import MESHES, mesh_of
 from tests.harness import (
     MLP,
     Counts,
@@ -345,8 +346,9 @@ def test_X8_several_dtypes_in_one_unit(world_size: int) -> None:
 # ---- X9
 
 
-def fp32_sum(n: int, stage: int, big_rank: int) -> None:
-    model = fsdp.fsdp_wrap(Vec(n, 1.0, torch.float32), precision="bf16", stage=stage)
+def fp32_sum(n: int, stage: int, big_rank: int, shape: tuple[int, int] | None) -> None:
+    mesh = None if shape is None else mesh_of(shape)
+    model = fsdp.fsdp_wrap(Vec(n, 1.0, torch.float32), precision="bf16", stage=stage, mesh=mesh)
     model(256.0 if here.rank == big_rank else 1.0).backward()
     grad = gather_grads(model)["w"]
     assert grad.dtype == torch.float32
@@ -358,7 +360,8 @@ def fp32_sum(n: int, stage: int, big_rank: int) -> None:
 
 @pytest.mark.parametrize("world_size", [4, 2])
 def test_X9_reduction_in_fp32(world_size: int) -> None:
-    combinations = [(n, stage, big) for n, big in ((1, 0), (3, world_size - 1)) for stage in (3, 0, 1, 2)]
+    combinations = [(n, stage, big, None) for n, big in ((1, 0), (3, world_size - 1)) for stage in (3, 0, 1, 2)]
+    combinations += [(3, stage, 1, shape) for stage in (3, 2) for shape in MESHES[world_size]]
     run(world_size, for_each, combinations, fp32_sum)
 
 
