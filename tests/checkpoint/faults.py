@@ -1,0 +1,179 @@
+"""FS: the file-system layer with counted operations and one planned fault."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdplite.checkpoint.storage import File, FileSystem
+
+OPERATIONS = (
+    "make_directory", "create", "open", "write_at", "read_at", "flush", "close", "flush_directory", "rename",
+    "exchange", "remove", "remove_directory", "list", "size",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fault:
+    """At operation `at` (from 1; 0: never): `kind` is fail, crash_before, crash_after, short, lie, slow or power_cut.
+
+    `detail` is an errno, a fraction of the bytes, seconds, or (power_cut) the seed of what survives.
+    """
+
+    kind: str
+    at: int = 0
+    detail: Any = None
+
+
+class FaultyFileSystem(FileSystem):
+    """Counts operations, keeps a log, and does what its fault says at one of them."""
+
+    def __init__(self, fault: Fault = Fault("count"), *, only: Callable[[str, str], bool] | None = None) -> None:
+        self.fault = fault
+        self.log: list[tuple[str, str]] = []
+        self.threads: set[int] = set()
+        self.bytes_written = 0
+        self.bytes_read: dict[str, int] = {}
+        self.open_files = 0
+        self.most_open = 0
+        self._only = only
+        self._disk = Disk() if fault.kind == "power_cut" else None
+
+    @property
+    def count(self) -> int:
+        return len(self.log)
+
+    def opened(self) -> set[str]:
+        return {os.path.basename(path) for name, path in self.log if name == "open"}
+
+    def _run(self, name: str, path: str, call: Callable[..., Any], *args: Any) -> Any:
+        if self._only is not None and not self._only(name, path):
+            return call(*args)
+        self.log.append((name, path))
+        self.threads.add(threading.get_ident())
+        fault = self.fault
+        if len(self.log) != fault.at:
+            result = call(*args)
+            self._note(name, args, result)
+            return result
+        if fault.kind == "fail":
+            raise OSError(fault.detail, os.strerror(fault.detail), path)
+        if fault.kind == "crash_before":
+            os._exit(41)
+        if fault.kind == "slow":
+            time.sleep(fault.detail)
+        if fault.kind in ("short", "lie") and name == "write_at":
+            file, offset, data = args
+            stored = max(1, int(len(data) * fault.detail)) if fault.kind == "short" else int(len(data) * fault.detail)
+            call(file, offset, data[:stored])
+            self._note(name, (file, offset, data[:stored]), stored)
+            return stored if fault.kind == "short" else len(data)
+        result = call(*args)
+        self._note(name, args, result)
+        if fault.kind == "crash_after":
+            os._exit(42)
+        if fault.kind == "power_cut":
+            self._disk.cut(fault.detail)
+            os._exit(43)
+        return result
+
+    def _note(self, name: str, args: tuple, result: Any) -> None:
+        if name in ("create", "open"):
+            self.open_files += 1
+            self.most_open = max(self.most_open, self.open_files)
+        elif name == "close":
+            self.open_files -= 1
+        elif name == "write_at":
+            self.bytes_written += result
+        elif name == "read_at":
+            base = os.path.basename(args[0].path)
+            self.bytes_read[base] = self.bytes_read.get(base, 0) + result
+        if self._disk is not None:
+            self._disk.note(name, args)
+
+
+def _path_of(first: Any) -> str:
+    return first.path if isinstance(first, File) else first
+
+
+def _method(name: str) -> Callable[..., Any]:
+    original = getattr(FileSystem, name)
+
+    def method(self: FaultyFileSystem, *args: Any) -> Any:
+        return self._run(name, _path_of(args[0]), lambda *a: original(self, *a), *args)
+
+    return method
+
+
+for _name in OPERATIONS:
+    setattr(FaultyFileSystem, _name, _method(_name))
+
+
+class Disk:
+    """What a power cut may leave: bytes written since a file's last flush, and names changed since their directory's."""
+
+    def __init__(self) -> None:
+        self._unflushed: dict[str, int] = {}  # path: bytes that are safe
+        self._rewritten: dict[str, list[tuple[int, int]]] = {}
+        self._names: list[tuple[str, tuple]] = []  # operations on names, in order, not flushed
+
+    def note(self, name: str, args: tuple) -> None:
+        if name == "create":
+            self._unflushed[args[0]] = 0
+            self._names.append((name, (args[0],)))
+        elif name == "write_at":
+            self._rewritten.setdefault(args[0].path, []).append((args[1], len(args[2])))
+        elif name == "flush":
+            self._unflushed.pop(args[0].path, None)
+            self._rewritten.pop(args[0].path, None)
+        elif name in ("rename", "exchange"):
+            self._names.append((name, args))
+            for table in (self._unflushed, self._rewritten):
+                for path in list(table):
+                    if path.startswith(args[0] + "/"):
+                        table[args[1] + path[len(args[0]) :]] = table.pop(path)
+        elif name == "make_directory":
+            self._names.append((name, args))
+        elif name == "flush_directory":
+            self._names = [(n, a) for n, a in self._names if os.path.dirname(a[0]) != args[0]]
+
+    def cut(self, seed: int) -> None:
+        """Take back what was not flushed. Bytes first, then a suffix of the changes of names, by chance."""
+        chance = random.Random(seed)
+        for path, places in self._rewritten.items():
+            if not os.path.exists(path):
+                continue
+            data = bytearray(Path(path).read_bytes())
+            if path in self._unflushed and chance.random() < 0.5:
+                data = data[: self._unflushed[path]]
+            else:
+                for offset, count in places:
+                    data[offset : offset + count] = bytes(len(data[offset : offset + count]))
+            Path(path).write_bytes(data)
+        undone = len(self._names) if seed == 0 else 0 if seed == 1 else chance.randint(0, len(self._names))
+        for name, args in reversed(self._names[len(self._names) - undone :]):
+            self._undo(name, args)
+
+    def _undo(self, name: str, args: tuple) -> None:
+        fs = FileSystem()
+        try:
+            if name == "create":
+                fs.remove(args[0])
+            elif name == "make_directory":
+                for child in fs.list(args[0]):
+                    fs.remove(os.path.join(args[0], child))
+                fs.remove_directory(args[0])
+            elif name == "rename":
+                fs.rename(args[1], args[0])
+            elif name == "exchange":
+                fs.exchange(*args)
+        except OSError as problem:
+            if problem.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EISDIR, errno.EPERM):
+                raise
