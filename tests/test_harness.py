@@ -21,6 +21,7 @@ from tests.harness import (
     all_gather_objects,
     assert_close,
     assert_parity,
+    assert_rested,
     expect_loud,
     for_each,
     gather,
@@ -255,3 +256,21 @@ def test_for_each_names_the_combination() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         for_each([(1,), (0,)], lambda divisor: 1 // divisor)
     assert "(0,)" in caught.value.__notes__[0]
+
+
+def _hoard() -> None:
+    """A rested model, then the same with a full-sized tensor hidden in an object of its own."""
+    import fsdplite as fsdp
+
+    model = fsdp.fsdp_wrap(seeded(MLP))
+    assert_rested(model)
+    mse(model, local_batch(0, here.rank)).backward()
+    assert_rested(model)
+    model.hidden = {"kept": [torch.ones(58)]}
+    with pytest.raises(AssertionError, match="232 bytes"):
+        assert_rested(model)
+
+
+def test_rested_finds_memory_that_the_report_does_not_know() -> None:
+    run(1, _hoard)
+    run(2, _hoard)

@@ -73,30 +73,22 @@ def assert_rested(*models: nn.Module) -> None:
 
 
 def _assert_only_shards_live(model: nn.Module) -> None:
-    """No floating-point storage reachable from a model at stage 3 but shards, their gradients and buffers."""
+    """No floating-point memory is reachable from a model at stage 3 but its parameters, gradients and buffers."""
     from fsdplite import inspect
 
     if any(unit.stage != 3 for unit in inspect.units(model)):
         return
-    padded = {dtype: 0 for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
-    owned: set[int] = set()
-    for tensor in [*model.parameters(), *model.buffers()]:
-        owned.add(tensor.untyped_storage()._cdata)
-        if tensor.grad is not None:
-            owned.add(tensor.grad.untyped_storage()._cdata)
-    for unit in inspect.units(model):
-        for flat in unit.flats:
-            if flat.dtype in padded:
-                # A shard, its gradient, and one compute-dtype copy of the shard are all that may exist beside `owned`.
-                padded[flat.dtype] += 3 * flat.layout.shard_numel * flat.dtype.itemsize
-    seen: dict[int, int] = {}
-    for tensor in _reachable_tensors(model):
-        if tensor.is_floating_point() and tensor.device.type == "cpu":
-            storage = tensor.untyped_storage()
-            if storage._cdata not in owned and tensor.dtype in padded:
-                seen[storage._cdata] = storage.nbytes()
-    full = [nbytes for nbytes in seen.values() if nbytes]
-    assert sum(full) <= sum(padded.values()), f"live bytes beside the shards: {full}"
+    with torch._C.DisableTorchFunctionSubclass():
+        named = [*model.named_parameters(), *model.named_buffers()]
+        owned = {tensor.untyped_storage()._cdata for _, tensor in named}
+        owned |= {tensor.grad.untyped_storage()._cdata for _, tensor in named if tensor.grad is not None}
+        others = {}
+        for tensor in _reachable_tensors(model):
+            if tensor.is_floating_point() and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                if storage._cdata not in owned and storage.nbytes():
+                    others[storage._cdata] = f"{storage.nbytes()} bytes, {tensor.dtype}, of shape {tuple(tensor.shape)}"
+    assert not others, f"live memory beside shards, gradients and buffers: {list(others.values())}"
 
 
 def _reachable_tensors(model: nn.Module) -> list[Tensor]:

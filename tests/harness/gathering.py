@@ -1,7 +1,8 @@
 """Rebuilding full tensors from the ranks' slices, without the library's own gather.
 
 The slices of a parameter, concatenated in the order of the ranks of a shard group, are the flat parameter; padding
-is never in a slice. How many replicas there are follows from the sizes: the slices of all ranks hold the parameter R times.
+is never in a slice. How many replicas there are follows from the sizes: the slices of all ranks hold the parameter R
+times.
 """
 
 from __future__ import annotations
