@@ -12,6 +12,7 @@ from typing import Any
 __all__ = [
     "FSDPError",
     "ConfigError",
+    "UnknownOptionError",
     "PolicyError",
     "WrapError",
     "ShardedAccessError",
@@ -73,6 +74,10 @@ class FSDPError(RuntimeError):
 
 class ConfigError(FSDPError, ValueError):
     """An option has a value that cannot be used."""
+
+
+class UnknownOptionError(ConfigError, TypeError):
+    """An option that does not exist."""
 
 
 class PolicyError(ConfigError):

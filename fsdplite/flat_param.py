@@ -159,6 +159,7 @@ class FlatParameter:
             self._storage.resize_(0)
         self._owner_key = self._storage._cdata
         OWNERS[self._owner_key] = weakref.ref(self)
+        self.arrived_in = [-1] * len(self.leaves)  # per leaf: the backward that brought its gradient last
         self._version = self.leaves[0]._version if self.leaves else 0
         if self.trainable:
             ref = weakref.ref(self)
@@ -213,6 +214,8 @@ class FlatParameter:
     def reshard(self) -> None:
         """Free the full buffer. Views that autograd saved stay valid objects over an empty storage."""
         if not self.is_unsharded or self.rests_full:
+            if self._pending is not None and not self._pending.failed:
+                self.wait_unsharded()
             return
         if self._pending is not None:
             if self._pending.failed:

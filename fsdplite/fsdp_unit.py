@@ -75,7 +75,7 @@ class FSDPUnit:
             norm_type: Order of the norm; ``float("inf")`` or ``"inf"`` for the maximum.
 
         Returns:
-            The global norm, a 0-d fp32 tensor with the same value on every rank.
+            The global norm, a 0-d tensor (fp32; fp64 for fp64 gradients) with the same value on every rank.
 
         Raises:
             GradientError: A gradient is unreduced, because the last backward ran without synchronisation.

@@ -99,7 +99,8 @@ class PartialNorm(torch.Tensor):
             with engine_access():
                 plain = args[0].as_subclass(torch.Tensor)
             entries = [(source.groups if source else None, plain[i]) for i, source in enumerate(args[0]._fsdp_sources)]
-            return combine_norms(entries, float(ord_), plain.device)
+            dtypes = [source.dtype for source in args[0]._fsdp_sources if source]
+            return combine_norms(entries, float(ord_), norm_dtype(dtypes), plain.device)
         if name in ("dim", "ndimension", "size"):
             with engine_access():
                 return func(*args, **kwargs)
@@ -114,9 +115,9 @@ def _as_partial(tensor: torch.Tensor, sources: Sequence[FlatParameter | None]) -
 
 
 def combine_norms(
-    entries: Sequence[tuple[Groups | None, torch.Tensor]], norm_type: float, device: torch.device
+    entries: Sequence[tuple[Groups | None, torch.Tensor]], norm_type: float, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """The norm over everything, in fp32, from norms over parts. Entries without groups are the same on every rank.
+    """The norm over everything, in ``dtype``, from norms over parts. Entries without groups are the same on every rank.
 
     Collective: one all-reduce of one element per distinct shard group.
     """
@@ -137,7 +138,12 @@ def combine_norms(
             all_reduce(value, groups.shard, groups, Waiting("", "all-reduce of the gradient norm", 0), op).wait()
         total = torch.maximum(total, value) if math.isinf(norm_type) else total + value
     total = total if math.isinf(norm_type) or norm_type == 0 else total ** (1.0 / norm_type)
-    return total.to(torch.float32)
+    return total.to(dtype)
+
+
+def norm_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """fp32, or fp64 where a gradient is."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def local_norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -194,14 +200,14 @@ def _first_sharded(args: Any) -> Any:
 
 
 def _norm_error(gradient: ShardedGrad, name: str) -> GradientError:
-    return _norm_error_at(gradient._fsdp_flat, name)
+    return _norm_error_at(gradient._fsdp_flat, name, gradient._fsdp_index)
 
 
-def _norm_error_at(flat: FlatParameter | None, name: str) -> GradientError:
+def _norm_error_at(flat: FlatParameter | None, name: str, index: int = 0) -> GradientError:
     return GradientError(
         f"'{name}' of a sharded gradient would be the number of one rank's slice",
         unit=flat.unit_name if flat else None,
-        parameter=flat.names[0] if flat else None,
+        parameter=flat.names[index] if flat else None,
         rank=flat.groups.rank if flat else None,
         cure="use model.clip_grad_norm_(max_norm), torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), or "
         "fsdp.full_grad(model, name) for one whole gradient",

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GradientBuffer", "GradientShard"]
 
+_EARLY_FRACTION = 8  # the buffer is allocated when more than 1/8 of it has arrived
+
 
 class GradientShard:
     """The reduced gradient. Alive as long as one of the users' ``.grad`` views is: nobody else holds it."""
@@ -61,18 +63,21 @@ class GradientBuffer:
         self.filled = bytearray(count)
         self.used = bytearray(count)
         self.is_pending = False
-        self._checked_in = -1  # the backward in which the users' .grad was last looked at
+        self._is_open = False  # the buffer is there and takes gradients
+        self._is_resumed = False  # this backward adds to what an unsynchronised one left
+        self._early: dict[int, torch.Tensor] = {}
+        self._early_numel = 0
         self._reducing: tuple[Pending | None, torch.Tensor] | None = None
         self._result: torch.Tensor | None = None
         self._shard: Any = lambda: None
         self._chunks, self._chunk_of = _chunks(flat)
-        self._placeholders: list[PendingGrad | None] = [None] * count
 
     # ------------------------------------------------------------------ filling
 
     @property
     def allocated_bytes(self) -> int:
-        return self._bytes if self._allocated else 0
+        early = sum(gradient.numel() * gradient.element_size() for gradient in self._early.values())
+        return early + (self._bytes if self._allocated else 0)
 
     @property
     def is_reducing(self) -> bool:
@@ -82,23 +87,52 @@ class GradientBuffer:
     def has_unreduced(self) -> bool:
         return 1 in self.filled
 
-    def accumulate(self, index: int, gradient: torch.Tensor, backward: int) -> None:
-        """Take one complete local gradient (compute dtype, full shape)."""
-        if self._checked_in != backward:
-            self._checked_in = backward
-            if self.is_pending:
-                self.drop_forgotten()
-        if not self._allocated:
-            self._storage.resize_(self._bytes)
-            self._allocated = True
+    def accumulate(self, index: int, gradient: torch.Tensor) -> None:
+        """Take one complete local gradient (compute dtype, full shape). Owns it from here on."""
+        if not self._is_open and self._keep_early(index, gradient):
+            return
+        view = self._views[index]
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        view = self._views[index]
         if self.filled[index]:
             view.add_(gradient)
         else:
             view.copy_(gradient)
             self.filled[index] = 1
+
+    def _keep_early(self, index: int, gradient: torch.Tensor) -> bool:
+        """Put off allocating the buffer while what has arrived is small beside it.
+
+        The first gradients of a unit are often small: a bias, or the last norm of a root whose large embedding
+        gradient comes at the end of backward. Returns False when the buffer is open for this gradient.
+        """
+        flat = self._flat()
+        if self.is_pending and not self._is_resumed:
+            self._is_resumed = True
+            self.drop_forgotten()
+        if self._reducing is not None or (flat.stage.shards_gradients and not self._allocated):
+            self._early_numel += gradient.numel()
+            is_first = not self.filled[index] and not gradient.is_sparse and self._reducing is None
+            if is_first and self._early_numel * _EARLY_FRACTION <= flat.layout.padded_numel:
+                self._early[index] = gradient
+                self.filled[index] = 1
+                return True
+            # At most one full gradient beside gloo's own copy; with streams the one in flight overlaps the next.
+            if self._reducing is not None or not flat.device.type == "cuda":
+                flat.unit.schedule.finish_reductions()
+        self._open()
+        return False
+
+    def _open(self) -> None:
+        """Allocate the buffer, and copy into it what came early."""
+        if not self._allocated:
+            self._storage.resize_(self._bytes)
+            self._allocated = True
+        for index, gradient in self._early.items():
+            if self.filled[index]:
+                self._views[index].copy_(gradient)
+        self._early.clear()
+        self._is_open = True
 
     def drop_forgotten(self) -> None:
         """``zero_grad()`` after an unsynchronised backward set ``.grad`` to None: what was pending goes too."""
@@ -122,7 +156,9 @@ class GradientBuffer:
             self._storage.resize_(0)
             self._allocated = False
         self.filled = bytearray(len(self.filled))
-        self.is_pending = False
+        self._early.clear()
+        self._early_numel = 0
+        self._is_open = self.is_pending = self._is_resumed = False
 
     # ------------------------------------------------------------------ reducing
 
@@ -133,6 +169,8 @@ class GradientBuffer:
         an all-reduce of the shard over the replicas; with a shard group of one only an all-reduce.
         """
         flat = self._flat()
+        if not self._is_open:
+            self._open()
         for gap in self._gaps:
             gap.zero_()
         for index, is_filled in enumerate(self.filled):
@@ -141,7 +179,8 @@ class GradientBuffer:
             else:
                 self._views[index].zero_()
         self.filled = bytearray(len(self.filled))
-        self.is_pending = False
+        self._early_numel = 0
+        self._is_open = self.is_pending = self._is_resumed = False  # later gradients have to wait for the sum
         groups = flat.groups
         self.lane.wait_for_compute()
         pending = None
@@ -272,6 +311,7 @@ class GradientBuffer:
     def bind_pending(self) -> None:
         """After an unsynchronised backward: ``.grad`` shows that something is there, and refuses to be used."""
         self.is_pending = True
+        self._is_open = self._is_resumed = False
         flat = self._flat()
         with engine_access():
             for index, user in enumerate(flat.users):

@@ -49,6 +49,9 @@ class Materializer:
         self._first_has = first_has
         self._device = device
         self._placed: set[int] = set()
+        # Values from rank 0 arrive in one buffer: the backend may hold the last one a moment longer than it says.
+        arriving = [p.numel() * p.element_size() for f, i in owners.values() if (p := f.users[i]).is_meta]
+        self._staging = torch.empty(max(arriving, default=0) if sync else 0, dtype=torch.uint8, device=device)
         self.unfilled: dict[str, Any] = {}
 
     def fill(self, root: nn.Module, buffers: dict[tuple[int, str], BufferSpec], skip: set[int]) -> None:
@@ -81,7 +84,6 @@ class Materializer:
         empty: set[str] = set()
         if meta or meta_buffers:
             if given:
-                values.update({key: torch.empty_like(p, device=self._device).detach() for key, p in meta.items()})
                 for key, b in meta_buffers.items():
                     module._buffers[key] = torch.empty_like(b, device=self._device)
             else:
@@ -89,7 +91,7 @@ class Materializer:
                 values.update(made)
         for key, parameter in fresh.items():
             flat, index = self._owners[id(parameter)]
-            value = values.pop(key)
+            value = self._staging_for(parameter) if key in meta and given else values.pop(key)
             if value.device != self._device:
                 value = value.to(self._device)
             if self._sync:
@@ -112,6 +114,10 @@ class Materializer:
                 broadcast(buffer, self._groups, Waiting("", f"broadcast of buffer {name}", 0))
             if key in empty:
                 self.unfilled[name] = (module, key)
+
+    def _staging_for(self, parameter: nn.Parameter) -> torch.Tensor:
+        size = parameter.numel() * parameter.element_size()
+        return self._staging[:size].view(parameter.dtype).view(parameter.shape)
 
     def _given(self, meta: dict, meta_buffers: dict, module: nn.Module, buffers: dict) -> bool:
         """Whether rank 0 sends everything that is on meta here."""

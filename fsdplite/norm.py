@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .errors import ConfigError
-from .gradient import combine_norms, local_norm, pending_error
+from .gradient import combine_norms, local_norm, norm_dtype, pending_error
 from .parameter import engine_access
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ def clip_grad_norm(root: UnitState, units: list[UnitState], max_norm: float, nor
             if parameter.grad is not None:
                 entries.append((None, local_norm(parameter.grad, norm_type)))
                 gradients.append(parameter.grad)
-        total = combine_norms(entries, norm_type, root.device)
+        dtype = norm_dtype([flat.dtype for unit in units for flat in unit.flats if flat.trainable])
+        total = combine_norms(entries, norm_type, dtype, root.device)
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             if gradient.dtype == scale.dtype:

@@ -259,21 +259,17 @@ class UnitState:
         schedule = self.schedule
         if not schedule.in_backward:
             schedule.enter_backward()
-        if flat.gradient.is_reducing:  # a later graph task brings more for a unit that was thought complete
-            schedule.finish_reductions()
-        backward = schedule.backward_id
-        if gradient.requires_grad or torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # create_graph
             with torch.no_grad():
-                flat.gradient.accumulate(index, gradient.detach(), backward)
+                flat.gradient.accumulate(index, gradient.detach())
         else:
-            flat.gradient.accumulate(index, gradient, backward)
+            flat.gradient.accumulate(index, gradient)
+        backward = schedule.backward_id
         if self._fired_in != backward:
             self._fired_in = backward
             self._fired = 0
-            self._seen = set()
-        key = (flat, index)
-        if key not in self._seen:
-            self._seen.add(key)
+        if flat.arrived_in[index] != backward:
+            flat.arrived_in[index] = backward
             self._fired += 1
             if self._fired == self._expected and not any(self.hook_dicts):
                 schedule.complete(self)
@@ -282,10 +278,8 @@ class UnitState:
         """A gradient from a use outside the unit's forward (``full_params``); reduced with the others, or at the end."""
         if not self.schedule.in_backward:
             self.schedule.enter_backward()
-        if flat.gradient.is_reducing:
-            self.schedule.finish_reductions()
         with torch.no_grad():
-            flat.gradient.accumulate(index, gradient.detach(), self.schedule.backward_id)
+            flat.gradient.accumulate(index, gradient.detach())
 
     @property
     def device(self) -> torch.device:

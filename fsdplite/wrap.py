@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import hashlib
+import inspect
 import json
 import warnings
 from collections.abc import Iterable
@@ -15,7 +17,7 @@ from torch import nn
 from . import optimizer_hooks
 from .collectives import broadcast, control_max, control_texts
 from .dynamo import hide_from_dynamo
-from .errors import ConfigError, PolicyError, RankMismatchError
+from .errors import ConfigError, PolicyError, RankMismatchError, UnknownOptionError
 from .flat_param import FlatParameter, FlatSpec
 from .fsdp_unit import become_unit, state_of
 from .groups import Groups, resolve_groups
@@ -50,6 +52,7 @@ def fsdp_wrap(
     ignored: Iterable[nn.Module | nn.Parameter] = (),
     sync_params: bool = True,
     forward_methods: tuple[str, ...] = (),
+    **unknown: Any,
 ) -> nn.Module:
     """Shard a module over ranks, in place, and return it.
 
@@ -77,6 +80,8 @@ def fsdp_wrap(
     Collective: every rank of the mesh must call it. One small check, then, with ``sync_params``, one broadcast per
     parameter and buffer. Memory: this rank's shards, plus one module's parameters at a time.
     """
+    if unknown:
+        _refuse_unknown(next(iter(unknown)))
     if not isinstance(module, nn.Module):
         raise ConfigError("fsdp_wrap takes a module", expected="an nn.Module", found=type(module).__name__)
     row = stage_of(stage)
@@ -282,6 +287,16 @@ class _Wrapping:
                 warn_low_precision(low, state.name)
 
 
+def _refuse_unknown(name: str) -> None:
+    options = [p.name for p in inspect.signature(fsdp_wrap).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    near = difflib.get_close_matches(name, options, n=1)
+    raise UnknownOptionError(
+        "fsdp_wrap has no such option",
+        expected=", ".join(options),
+        found=f"{name!r}" + (f" (did you mean {near[0]!r}?)" if near else ""),
+    )
+
+
 def _check_options(offload: Any, prefetch: Any, reshard_after_forward: Any) -> None:
     if offload is not None:
         raise ConfigError("offload is not part of this version", expected="offload=None", found=repr(offload))
@@ -301,8 +316,6 @@ def _check_methods(module: nn.Module, methods: Any) -> tuple[str, ...]:
     methods = tuple(methods)
     for name in methods:
         if not any(callable(getattr(type(m), name, None)) for m in module.modules()):
-            import difflib
-
             present = sorted(
                 {n for m in module.modules() for n in vars(type(m)) if not n.startswith("_") and callable(getattr(m, n))}
             )

@@ -145,15 +145,12 @@ class Agreement:
             self._beating.start()
         try:
             yield self
-        except SharedFailure as shared:
-            self._leave(hurry=True)
-            raise shared.error from None
         except BaseException as problem:
-            error = self._give_up(self._record(problem))
+            failure = self.fail(problem)
             self._leave(hurry=True)
-            if not isinstance(problem, Exception):
-                raise  # KeyboardInterrupt, SystemExit: the others have been told
-            raise error from problem
+            if isinstance(failure, SharedFailure):
+                raise failure.error from failure.__cause__
+            raise
         else:
             self._leave(hurry=False)
 
@@ -308,6 +305,17 @@ class Agreement:
             decision = self._store.compare_set("decision", "", _COMMIT.decode())
         if decision != _COMMIT:
             raise SharedFailure(failure_of(json.loads(decision)))
+
+    def fail(self, problem: BaseException) -> BaseException:
+        """Tell the others, before anything is cleaned up. Returns what to raise."""
+        if isinstance(problem, SharedFailure):
+            return problem
+        error = self._give_up(self._record(problem))
+        if not isinstance(problem, Exception):
+            return problem  # KeyboardInterrupt, SystemExit
+        failure = SharedFailure(error)
+        failure.__cause__ = problem
+        return failure
 
     def _give_up(self, record: dict[str, Any]) -> BaseException:
         """Make ``record`` everybody's error, unless another one came first."""

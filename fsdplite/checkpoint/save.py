@@ -177,7 +177,6 @@ class _Save:
         _make_root(fs, self._root)
         catalog.clean(fs, self._root)
         fs.make_directory(staging)
-        is_published = False
         try:
             agreement.tell("start" if differ else "go", {"differ": False, "staging": staging})
             written = self._write(staging)
@@ -189,10 +188,10 @@ class _Save:
             agreement.path = self.path
             agreement.commit()
             replaced = catalog.publish(fs, self._root, staging, self._step, run_id)
-            is_published = True
-        finally:
-            if not is_published:
-                self._discard(staging)
+        except BaseException as problem:
+            failure = agreement.fail(problem)  # first, or the others would stumble over what is gone
+            self._discard(staging)
+            raise failure from failure.__cause__
         self._finish(run_id, replaced)
         agreement.tell("outcome", {"error": None})
 
