@@ -182,7 +182,6 @@ def test_a_missing_import_inside_a_module_is_not_a_missing_module(models: Path) 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing only where something is")
 def test_gpu_check_says_what_it_needs() -> None:
-    run = subprocess.run(
-        [sys.executable, str(REPOSITORY / "scripts" / "gpu_check")], capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [sys.executable, str(REPOSITORY / "scripts" / "gpu_check")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 0 and "CUDA" in json.loads(run.stdout)["skipped"]
