@@ -66,7 +66,7 @@ def options() -> argparse.Namespace:
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="compute dtype; the optimizer always sees fp32")
     add("--policy", choices=("block", "linear", "whole"), default="block",
         help="what becomes a unit: each block; each block and each Linear; only the model")
-    add("--steps", type=int, default=500, help="optimizer steps")
+    add("--steps", type=int, default=400, help="optimizer steps")
     add("--batch", type=int, default=16, help="rows in one step, over all ranks")
     add("--accumulation", type=int, default=1, help="backward passes that a step is split into")
     add("--lr", type=float, default=4e-3, help="highest learning rate")
@@ -287,8 +287,8 @@ class Report:
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Up over the first twentieth of the run, then down along a cosine to a tenth."""
-    warm_up = max(1, args.steps // 20)
+    """Up over the first 50 steps (a quarter of a short run), then down along a cosine to a tenth."""
+    warm_up = max(1, min(50, args.steps // 4))
     if step < warm_up:
         return args.lr * (step + 1) / warm_up
     done = (step - warm_up) / max(1, args.steps - warm_up)
