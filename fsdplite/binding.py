@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -36,7 +36,7 @@ class Binding:
         ]
         self._table: list[tuple[Any, str, nn.Parameter, nn.Parameter, int]] = []
         self.is_bound = False
-        self._shows_others = False
+        self._others: dict[int, nn.Parameter] = {}
 
     def connect(self, users: Sequence[nn.Parameter], leaves: Sequence[nn.Parameter]) -> None:
         """Build the table once: place, key, what rests there, what stands in for it."""
@@ -46,41 +46,49 @@ class Binding:
         """Modules see the leaves. Raises :class:`Replaced` if one no longer holds the user's parameter."""
         if self.is_bound:
             return
+        others = self._others
         for place, key, user, leaf, index in self._table:
             if type(place) is not dict:
                 place = _Attributes(place)
             if place.get(key) is not user:
-                self._restore(index)
-                raise Replaced(index, place.get(key))
+                if index in others and place.get(key) is others[index]:
+                    continue
+                found = place.get(key)
+                self._put_users()
+                raise Replaced(index, found)
             place[key] = leaf
         self.is_bound = True
 
-    def _restore(self, stop: int) -> None:
-        for place, key, user, leaf, index in self._table:
-            place = place if type(place) is dict else _Attributes(place)
-            if index <= stop and place.get(key) is leaf:
-                place[key] = user
-
     def bind_users(self) -> None:
         """Modules hold the users' parameters again."""
-        if not self.is_bound or self._shows_others:
-            return
-        for place, key, user, _, _ in self._table:
+        if self.is_bound:
+            self._put_users()
+            self.is_bound = False
+
+    def _put_users(self) -> None:
+        others = self._others
+        for place, key, user, leaf, index in self._table:
             if type(place) is not dict:
                 place = _Attributes(place)
-            place[key] = user
-        self.is_bound = False
+            if index not in others and (self.is_bound or place.get(key) is leaf):
+                place[key] = user
 
-    def bind_others(self, replacements: dict[int, nn.Parameter]) -> None:
-        """Modules see these instead until :meth:`unbind_others`, also after calls in between (``full_params``)."""
-        for place, key, index in self._places:
+    def show(self, replacements: dict[int, nn.Parameter]) -> None:
+        """Modules see these instead until :meth:`hide`, also during and after calls in between (``full_params``)."""
+        self._others.update(replacements)
+        for place, key, _, _, index in self._table:
             if index in replacements:
                 (place if type(place) is dict else _Attributes(place))[key] = replacements[index]
-        self.is_bound = self._shows_others = True
 
-    def unbind_others(self) -> None:
-        self._shows_others = False
-        self.bind_users()
+    def hide(self, indices: Iterable[int]) -> None:
+        gone = {index for index in indices if self._others.pop(index, None) is not None}
+        for place, key, user, leaf, index in self._table:
+            if index in gone:
+                (place if type(place) is dict else _Attributes(place))[key] = leaf if self.is_bound else user
+
+    def shows(self, index: int) -> bool:
+        """Whether modules see a whole tensor for parameter ``index`` at the moment."""
+        return self.is_bound or index in self._others
 
     def shown(self, index: int) -> Any:
         """What modules hold for parameter ``index`` at the moment."""

@@ -6,7 +6,6 @@ the unit, the phase, the step and the missing ranks if the collective fails or d
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from .errors import CollectiveError
 from .groups import Groups
 from .watchdog import Waiting, diagnose, watch
 
-__all__ = ["Pending", "all_gather", "all_reduce", "broadcast", "control_max", "control_texts", "reduce_scatter"]
+__all__ = ["Pending", "all_gather", "all_reduce", "broadcast", "control_all_gather", "reduce_scatter"]
 
 # torch 2.13 renamed these two and warns on every call of the old names. The name is looked up at each call, so
 # that whoever wraps torch.distributed to count or to log sees the calls.
@@ -47,6 +46,16 @@ class Pending:
         except RuntimeError as failure:
             self.failed = True
             raise diagnose(self._groups, self._waiting, failure) from failure
+
+
+    def drain(self) -> None:
+        """Wait without a report, for clean-up after an error: the memory may be freed afterwards."""
+        work, self._work = self._work, None
+        if work is not None:
+            try:
+                work.wait()
+            except RuntimeError:
+                self.failed = True
 
 
 def _start(groups: Groups, waiting: Waiting, tensor: torch.Tensor, call: Any) -> Pending:
@@ -101,28 +110,8 @@ def broadcast(tensor: torch.Tensor, groups: Groups, waiting: Waiting) -> None:
     ).wait()
 
 
-def control_max(values: torch.Tensor, groups: Groups, waiting: Waiting) -> torch.Tensor:
-    """Element-wise maximum over all ranks of the mesh, of a small CPU tensor. Blocks the host."""
-    if groups.control is not None:
-        all_reduce(values, groups.control, groups, waiting, op=dist.ReduceOp.MAX).wait()
-    return values
-
-
-def control_texts(value: Any, groups: Groups, waiting: Waiting) -> list[Any]:
-    """Every rank's JSON value, in rank order of the mesh. For reports of what differs, not for the hot path."""
-    if groups.control is None:
-        return [value]
-    data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
-    longest = int(control_max(torch.tensor([data.numel()]), groups, waiting)[0])
-    row = torch.zeros(longest + 8, dtype=torch.uint8)
-    row[:8] = torch.tensor([data.numel()]).view(torch.uint8)
-    row[8 : 8 + data.numel()] = data
+def control_all_gather(row: torch.Tensor, groups: Groups, waiting: Waiting) -> list[torch.Tensor]:
+    """Every rank's row of bytes over the control group, in rank order of the mesh. Blocks the host."""
     rows = [torch.empty_like(row) for _ in groups.ranks]
-    _start(
-        groups, waiting, row, lambda: dist.all_gather(rows, row, group=groups.control, async_op=True)
-    ).wait()
-    texts = []
-    for row in rows:
-        count = int(row[:8].view(torch.int64)[0])
-        texts.append(json.loads(bytes(row[8 : 8 + count].tolist()).decode()))
-    return texts
+    _start(groups, waiting, row, lambda: dist.all_gather(rows, row, group=groups.control, async_op=True)).wait()
+    return rows

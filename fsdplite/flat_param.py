@@ -151,7 +151,7 @@ class FlatParameter:
         start, stop = self.layout.shard_range(self.groups.shard_rank)
         self._own_slot = self._full[start:stop]
         self.leaves = [
-            nn.Parameter(full.as_strided(slot.shape, _strides(slot.shape), slot.offset), requires_grad=self.trainable)
+            nn.Parameter(full[slot.offset : slot.stop].view(slot.shape), requires_grad=self.trainable)
             for slot in self.layout.slots
         ]
         self.is_unsharded = self.aliases_shard
@@ -202,10 +202,18 @@ class FlatParameter:
             return
         pending = self._pending
         if pending is not None:
-            pending.wait()  # a failed gather stays pending: its buffer may still be written to and must not be freed
+            pending.wait()
             self._pending = None
         self.gather_lane.compute_waits()
         self._is_arriving = False
+
+    def settle(self) -> None:
+        """After an error: let a gather under way end, well or not; what it brought is not trusted."""
+        if self._pending is not None:
+            self._pending.drain()
+            self._pending = None
+            self._is_arriving = False
+            self.gathered_generation = -1
 
     @property
     def is_pending(self) -> bool:
@@ -214,12 +222,10 @@ class FlatParameter:
     def reshard(self) -> None:
         """Free the full buffer. Views that autograd saved stay valid objects over an empty storage."""
         if not self.is_unsharded or self.rests_full:
-            if self._pending is not None and not self._pending.failed:
+            if self._pending is not None:
                 self.wait_unsharded()
             return
         if self._pending is not None:
-            if self._pending.failed:
-                return
             self.wait_unsharded()
         with self.gather_lane as lane:
             lane.wait_for_compute()
@@ -425,15 +431,6 @@ class _Removable:
     def remove(self) -> None:
         if self._hook in self._hooks:
             self._hooks.remove(self._hook)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def _leaf_hook(ref: weakref.ref, index: int) -> Callable[[torch.Tensor], None]:

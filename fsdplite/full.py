@@ -16,7 +16,7 @@ from torch import nn
 
 from .collectives import all_gather, broadcast
 from .errors import ConfigError, FSDPError
-from .flat_param import FlatParameter
+from .flat_param import FlatParameter, owner_of
 from .fsdp_unit import state_of
 from .gradient import pending_error
 from .parameter import ShardedParameter, engine_access, info_of, read_grad
@@ -48,7 +48,7 @@ def full_params(module: nn.Module, writeback: bool = False, rank0_writes: bool =
         )
     wanted = _flats_below(module)
     if not wanted:
-        if not any(state_of(m) is not None for m in module.modules()):
+        if not any(owner_of(p) is not None for p in module.parameters()):
             raise FSDPError(
                 f"no parameter of this {type(module).__name__} belongs to a unit",
                 cure="give full_params a module that was wrapped, or one inside or around it",
@@ -58,7 +58,7 @@ def full_params(module: nn.Module, writeback: bool = False, rank0_writes: bool =
     shown: list[tuple[FlatParameter, torch.Tensor, dict[int, nn.Parameter]]] = []
     try:
         for flat, indices in wanted:
-            if flat.binding.is_bound:
+            if any(flat.binding.shows(index) for index in indices):
                 if writeback:
                     raise ConfigError(
                         "weights cannot be edited while their unit runs, or inside another full_params",
@@ -66,29 +66,27 @@ def full_params(module: nn.Module, writeback: bool = False, rank0_writes: bool =
                         rank=flat.groups.rank,
                         cure="open full_params(..., writeback=True) outside the forward and on its own",
                     )
-                continue  # inside the unit's own forward the weights are whole already
-            shown.append(_show(flat, indices, writeback))
+                indices = [index for index in indices if not flat.binding.shows(index)]
+            if indices:  # none where the unit's own forward runs: the weights are whole already
+                shown.append(_show(flat, indices, writeback))
         yield
         if writeback:
             for flat, whole, leaves in shown:
                 _write_back(flat, whole, leaves, rank0_writes)
     finally:
-        for flat, _, _ in shown:
-            flat.binding.unbind_others()
+        for flat, _, leaves in shown:
+            flat.binding.hide(leaves)
 
 
 def _flats_below(module: nn.Module) -> list[tuple[FlatParameter, list[int]]]:
-    found: dict[FlatParameter, list[int]] = {}
-    for m in module.modules():
-        state = state_of(m)
-        if state is not None and not state.is_active:
-            for flat in state.flats:
-                found.setdefault(flat, [])
+    """Every flat parameter that owns something below ``module``, and which of its parameters that is."""
+    flats = [flat for m in module.modules() if (state := state_of(m)) is not None for flat in state.flats]
+    found: dict[FlatParameter, list[int]] = {flat: list(range(len(flat.users))) for flat in flats}
     for parameter in module.parameters():
         info = info_of(parameter)
-        if info is not None and type(parameter) is ShardedParameter:
+        if info is not None and type(parameter) is ShardedParameter and info.flat not in flats:
             found.setdefault(info.flat, []).append(info.index)
-    return [(flat, indices) for flat, indices in found.items() if indices or flat.binding.is_bound]
+    return list(found.items())
 
 
 def _show(
@@ -96,7 +94,7 @@ def _show(
 ) -> tuple[FlatParameter, torch.Tensor, dict[int, nn.Parameter]]:
     dtype = flat.dtype if writeback else flat.compute_dtype
     waiting = Waiting(flat.unit_name, "all-gather in full_params", flat.unit.schedule.step)
-    flat.unit.schedule.agree_on_extra("full_params", flat.unit)
+    flat.unit.schedule.agreement.agree_on_extra("full_params", flat.unit)
     whole = flat.gather_master(waiting, dtype)
     leaves: dict[int, nn.Parameter] = {}
     with torch.inference_mode(False), torch.no_grad():
@@ -110,7 +108,7 @@ def _show(
                 for hook in (flat.leaves[index]._backward_hooks or {}).values():
                     leaf.register_hook(hook)
             leaves[index] = leaf
-    flat.binding.bind_others(leaves)
+    flat.binding.show(leaves)
     return flat, whole, leaves
 
 
@@ -209,7 +207,7 @@ def full_state_dict(
         for flat in state.flats if state is not None else ():
             keeps = not rank0_only or flat.groups.rank == flat.groups.ranks[0]
             waiting = Waiting(flat.unit_name, "all-gather in full_state_dict", flat.unit.schedule.step)
-            flat.unit.schedule.agree_on_extra("full_state_dict", flat.unit)
+            flat.unit.schedule.agreement.agree_on_extra("full_state_dict", flat.unit)
             whole = flat.gather_master(waiting)
             if not keeps:
                 continue

@@ -121,16 +121,17 @@ def combine_norms(
 
     Collective: one all-reduce of one element per distinct shard group.
     """
+    message_dtype = _norm_dtype_on(device)  # one size on the wire, whatever this rank happens to hold
     powers: dict[int, tuple[Groups | None, torch.Tensor]] = {}
     for groups, norm in entries:
         key = id(groups.shard) if groups is not None and groups.shard is not None else 0
-        value = norm.to(device=device, dtype=torch.promote_types(norm.dtype, torch.float32))
+        value = norm.to(device=device, dtype=message_dtype)
         value = value if math.isinf(norm_type) or norm_type == 0 else value**norm_type
         if key in powers:
             known = powers[key][1]
             value = torch.maximum(known, value) if math.isinf(norm_type) else known + value
         powers[key] = (groups if key else None, value)
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), device=device, dtype=message_dtype)
     for groups, value in powers.values():
         if groups is not None:
             op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
@@ -154,8 +155,12 @@ def local_norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     """
     if gradient.numel() == 0:
         return torch.zeros((), device=gradient.device)
-    dtype = torch.float64 if gradient.device.type == "cpu" else torch.promote_types(gradient.dtype, torch.float32)
+    dtype = torch.promote_types(gradient.dtype, _norm_dtype_on(gradient.device))
     return torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
+
+
+def _norm_dtype_on(device: torch.device) -> torch.dtype:
+    return torch.float64 if device.type == "cpu" else torch.float32
 
 
 def pending_error(flat: FlatParameter) -> GradientError:

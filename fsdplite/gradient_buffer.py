@@ -327,8 +327,8 @@ class GradientBuffer:
         """A backward died: wait for what is in flight, forget what it brought."""
         if self._reducing is not None:
             pending = self._reducing[0]
-            if pending is not None and not pending.failed:
-                pending.wait()
+            if pending is not None:
+                pending.drain()
             self._reducing = None
         self._result = None
         self.used = bytearray(len(self.used))

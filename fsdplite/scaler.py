@@ -6,10 +6,9 @@ import weakref
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from .collectives import all_reduce
-from .errors import ConfigError, GradientError
+from .control import OVERFLOW, exchange
+from .errors import ConfigError, GradientError, RankMismatchError
 from .groups import Groups
 from .gradient import PendingGrad, pending_error
 from .parameter import engine_access, info_of
@@ -65,7 +64,7 @@ class LossScaler:
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide this optimizer's gradients by the scale, once per step; call it before clipping.
 
-        Collective: all-reduce of one element over the ranks of the model. Every rank must call it.
+        Collective: one message on the control group of the model. Every rank must call it.
         """
         if not self._enabled:
             return
@@ -74,7 +73,7 @@ class LossScaler:
                 "unscale_() was called twice for this optimizer since the last update()",
                 cure="call it once per step",
             )
-        found = torch.zeros(())
+        found = False
         groups: dict[int, Groups] = {}
         with engine_access(), torch.no_grad():
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -87,13 +86,17 @@ class LossScaler:
                 if type(gradient) is PendingGrad or (info is not None and info.flat.gradient.is_pending):
                     raise pending_error(info.flat)
                 gradient.mul_(1.0 / self._scale)
-                if not bool(torch.isfinite(gradient).all()):
-                    found.fill_(1.0)
+                found = found or not bool(torch.isfinite(gradient).all())
         for shared in groups.values():
-            if shared.control is not None:
-                waiting = Waiting("", "agreement on overflow", 0)
-                all_reduce(found, shared.control, shared, waiting, op=dist.ReduceOp.MAX).wait()
-        self._unscaled[optimizer] = bool(found)
+            merged = exchange(shared, OVERFLOW, 0, bytes([found]), Waiting("", "agreement on overflow", 0))
+            if merged is None:
+                raise RankMismatchError(
+                    "not every rank is in LossScaler.unscale_ or step",
+                    rank=shared.rank,
+                    cure="call the scaler on every rank, at the same point of the step",
+                )
+            found = bool(merged[0])
+        self._unscaled[optimizer] = found
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step(...)``, unless any rank's gradients overflowed."""

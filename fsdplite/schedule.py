@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import events, optimizer_hooks
-from .collectives import control_max, control_texts
-from .errors import FSDPError, RankMismatchError, unit_label
+from .agreement import Agreement
+from .errors import FSDPError
 from .flat_param import FlatParameter
 from .ignored import IgnoredGradients
 from .order import BACKWARD, FORWARD, KINDS, REDUCE, Order, Pass
 from .parameter import engine_access
 from .saved_weights import guard_saved_weights, stop_guarding
 from .unit import Call, UnitState
-from .watchdog import Waiting
 
 if TYPE_CHECKING:
     from .groups import Groups
@@ -48,6 +47,7 @@ class Schedule:
         self.units: list[UnitState] = []
         self.root = root
         self.order = Order()
+        self.agreement = Agreement(self)
         self.resident: dict[UnitState, None] = {}
         self.open_calls: list[Call] = []
         self.depth = 0
@@ -121,6 +121,7 @@ class Schedule:
             self._guarding = False
         if has_failed:
             self._forward = None
+            self._settle()
             self.keeps_weights = False
             for resident in list(self.resident):
                 resident.kept_calls = 0
@@ -162,36 +163,7 @@ class Schedule:
         self.order.note(code)
         current = self._backward if self.in_backward else self._forward
         if current is None or not current.take(code):
-            self._agree(code, unit, KINDS[kind])
-
-    def agree_on_extra(self, what: str, unit: UnitState) -> None:
-        """Before a collective outside forward and backward: do all ranks do the same?"""
-        self._agree(-(unit.index + 2) * 8 - len(what) % 8, unit, what)
-
-    def _agree(self, code: int, unit: UnitState, phase: str) -> None:
-        groups = unit.groups
-        if groups.control is None:
-            return
-        waiting = Waiting(unit.name, phase, self.step)
-        both = control_max(torch.tensor([code, -code]), groups, waiting)
-        if int(both[0]) == -int(both[1]):
-            return
-        texts = control_texts([unit.name, phase], groups, waiting)
-        self._raise_mismatch(groups, texts, unit)
-
-    def _raise_mismatch(self, groups: Groups, texts: list, unit: UnitState) -> None:
-        found = "; ".join(
-            f"rank {rank}: {phase} of unit {unit_label(name)}" for rank, (name, phase) in zip(groups.ranks, texts)
-        )
-        raise RankMismatchError(
-            f"ranks run different units in step {self.step}",
-            expected="every rank runs the same units in the same order",
-            found=found,
-            unit=unit.name,
-            rank=groups.rank,
-            cure="remove what makes the order depend on the rank or its data; a unit that only some ranks need must "
-            "run on all of them (its output may be multiplied by 0)",
-        )
+            self.agreement.agree(code, unit, KINDS[kind])
 
     def prefetch_after(self, unit: UnitState, kind: int) -> None:
         """Start to gather the next units of the recorded order, ``unit.prefetch`` of them."""
@@ -270,7 +242,7 @@ class Schedule:
                 continue
             if gradient.is_reducing or flat.stage.shards_gradients:
                 self.finish_reductions()  # at most one in flight beside the one that fills next
-            gradient.start_reduce(Waiting(unit.name, KINDS[REDUCE], self.step))
+            gradient.start_reduce(self.agreement.waiting(unit, KINDS[REDUCE]))
             self._in_flight.append(flat)
 
     def finish_reductions(self) -> None:
@@ -299,7 +271,8 @@ class Schedule:
                 self._reduce(unit)
         if self.root.requires_sync:
             flats = [flat for unit in self.units for flat in unit.flats if flat.trainable]
-            used = self._compare_and_merge(flats)
+            used = bytearray().join(flat.gradient.used for flat in flats) + self.ignored.used()
+            used = self.agreement.compare(used)
             self.finish_reductions()
             self.ignored.reduce(used[sum(len(flat.users) for flat in flats) :])
             bound = self._bind(flats, used)
@@ -334,42 +307,6 @@ class Schedule:
             start = stop
         return bound
 
-    def _compare_and_merge(self, flats: list[FlatParameter]) -> bytearray:
-        """One small all-reduce: is the order the same everywhere, and which parameters did any rank use?
-
-        Collective: all-reduce (max) of 16 bytes plus one per parameter on the control group.
-        """
-        used = bytearray().join(flat.gradient.used for flat in flats) + self.ignored.used()
-        groups = self.groups
-        if groups.control is not None:
-            stamp = self.order.hash.to_bytes(8, "little")
-            message = bytearray(stamp) + bytearray(255 - byte for byte in stamp) + used
-            waiting = Waiting(self.root.name, "order check at the end of backward", self.step)
-            merged = control_max(torch.frombuffer(message, dtype=torch.uint8), groups, waiting)
-            if any(merged[i] + merged[i + 8] != 255 for i in range(8)):
-                self._report_order(groups, waiting)
-            used = message[16:]
-            if events.active is not None:
-                events.active.emit("check", self.root.name, len(message))
-        self.order.restart_hash()
-        return used
-
-    def _report_order(self, groups: Groups, waiting: Waiting) -> None:
-        histories = control_texts(list(self.order.recent), groups, waiting)
-        longest = max(len(history) for history in histories)
-        for position in range(longest):
-            codes = [history[position] if position < len(history) else None for history in histories]
-            if len(set(codes)) > 1:
-                break
-        texts = []
-        for code in codes:
-            if code is None:
-                texts.append(("", "nothing more, after which no call"))
-            else:
-                index, kind = Order.decode(code)
-                texts.append((self.units[index].name, KINDS[kind]))
-        self._raise_mismatch(groups, texts, self.root)
-
     def abandon_backward(self) -> None:
         """A backward died: what it has sent is waited for, what it brought is dropped, everything rests."""
         self.keeps_weights = self._renews_keeping = False
@@ -378,6 +315,7 @@ class Schedule:
             call.unit.finish_call(call)
         self.open_calls.clear()
         self._in_flight.clear()
+        self._settle()
         self._backward = None
         self.in_backward = False
         for unit in self.units:
@@ -391,6 +329,12 @@ class Schedule:
             unit.rest()
 
     # ------------------------------------------------------------------ rest
+
+    def _settle(self) -> None:
+        """After an error: let every gather end, well or not, so that nothing is pending and memory can be freed."""
+        for unit in self.resident:
+            for flat in unit.flats:
+                flat.settle()
 
     def rest_when_idle(self, unit: UnitState) -> None:
         """Free a kept unit whose graph is gone; later, if the engine is in the middle of something."""

@@ -18,12 +18,11 @@ from . import events
 from .errors import ParameterUseError
 from .flat_param import FlatParameter, owner_of
 from .groups import Groups
-from .order import BACKWARD, FORWARD
+from .order import BACKWARD, FORWARD, KINDS
 from .precision import Precision
 from .recompute import refuse_lost_gradients
 from .stage import Stage
 from .structure import map_tensors, tensors_in
-from .watchdog import Waiting
 
 if TYPE_CHECKING:
     from .schedule import Schedule
@@ -173,8 +172,7 @@ class UnitState:
     def _gather(self, kind: int) -> None:
         schedule = self.schedule
         schedule.announce(kind, self)
-        waiting = Waiting(self.name, "all-gather in forward" if kind == FORWARD else "all-gather in backward",
-                          schedule.step)  # fmt: skip
+        waiting = schedule.agreement.waiting(self, KINDS[kind])
         for flat in self.flats:
             flat.unshard(waiting)
         schedule.resident[self] = None
@@ -187,10 +185,10 @@ class UnitState:
 
     def gather_ahead(self, kind: int) -> bool:
         """Start to gather because this unit is expected next. True if it was not there."""
-        phase = "all-gather in forward" if kind == FORWARD else "all-gather in backward"
+        waiting = self.schedule.agreement.waiting(self, KINDS[kind])
         started = False
         for flat in self.flats:
-            started |= flat.unshard(Waiting(self.name, phase, self.schedule.step))
+            started |= flat.unshard(waiting)
         self.schedule.resident[self] = None
         return started
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -27,12 +28,13 @@ _PREFIX = "fsdplite/stuck"
 class Waiting:
     """What a rank waits for: the unit, the phase and the step."""
 
-    __slots__ = ("phase", "step", "unit")
+    __slots__ = ("phase", "step", "trail", "unit")
 
-    def __init__(self, unit: str, phase: str, step: int) -> None:
+    def __init__(self, unit: str, phase: str, step: int, trail: Callable[[], str] | None = None) -> None:
         self.unit = unit
         self.phase = phase
         self.step = step
+        self.trail = trail  # what this rank did before, asked only when it is stuck
 
     def __str__(self) -> str:
         return f"{self.phase} of unit {unit_label(self.unit)} in step {self.step}"
@@ -41,13 +43,14 @@ class Waiting:
 def diagnose(groups: Groups, waiting: Waiting, cause: BaseException | str) -> CollectiveError:
     """Exchange notes with the other ranks of ``groups`` and return the error to raise."""
     others = {}
+    own = str(waiting) + (f" (last: {waiting.trail()})" if waiting.trail is not None else "")
     try:
-        others = _exchange_notes(groups, str(waiting))
+        others = _exchange_notes(groups, own)
         notes = [f"rank {rank} waits in {text}" for rank, text in sorted(others.items())]
     except Exception as failure:  # the store lives on a rank that is gone; the report must still come out
         notes = [f"the store cannot be read ({failure})"]
     missing = [rank for rank in groups.ranks if rank != groups.rank and rank not in others]
-    notes.insert(0, f"rank {groups.rank} waits in {waiting}")
+    notes.insert(0, f"rank {groups.rank} waits in {own}")
     if missing:
         notes.append("missing: " + ", ".join(f"rank {rank}" for rank in missing))
     else:

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from . import optimizer_hooks
-from .collectives import broadcast, control_max, control_texts
+from .collectives import broadcast
+from .control import FLAGS, WRAP, exchange, exchange_texts
 from .dynamo import hide_from_dynamo
 from .errors import ConfigError, PolicyError, RankMismatchError, UnknownOptionError
 from .flat_param import FlatParameter, FlatSpec
@@ -221,9 +222,9 @@ class _Wrapping:
         names = [user_name(param.name) for spec in plan.units for param in spec.params]
         names += [b.name for b in buffers.values()]
         is_first = self.groups.rank == self.groups.ranks[0]
-        flags = torch.tensor([int(is_first and not meta) for meta in here] + [0], dtype=torch.uint8)
+        flags = bytes(int(is_first and not meta) for meta in here)
         waiting = Waiting("", "exchange of which tensors rank 0 holds", 0)
-        flags = control_max(flags, self.groups, waiting).tolist()
+        flags = exchange(self.groups, FLAGS, 0, flags, waiting) or b""
         materializer = Materializer(
             owners,
             self.groups,
@@ -368,22 +369,18 @@ def _describe(plan: Partition) -> list[str]:
 def _check_ranks_agree(groups: Groups, description: list[str] | None, failure: Exception | None) -> None:
     """Raise here what any rank found wrong, and where ranks differ, on all of them.
 
-    Collective: one all-reduce of 64 bytes on the control group.
+    Collective: one message on the control group.
     """
     if groups.control is None:
         if failure is not None:
             raise failure
         return
     waiting = Waiting("", "comparison of models in fsdp_wrap", 0)
-    if failure is not None:
-        stamp = bytes(32)
-    else:
-        stamp = hashlib.sha256(json.dumps(description).encode()).digest()
-    message = bytearray(stamp) + bytearray(255 - byte for byte in stamp)
-    merged = control_max(torch.frombuffer(message, dtype=torch.uint8), groups, waiting)
-    if all(merged[i] + merged[i + 32] == 255 for i in range(32)) and failure is None:
+    digest = hashlib.sha256(json.dumps(description).encode()).digest()
+    merged = exchange(groups, WRAP, int.from_bytes(digest[:7], "little"), bytes([failure is not None]), waiting)
+    if merged is not None and not merged[0]:
         return
-    texts = control_texts([description, str(failure) if failure is not None else None], groups, waiting)
+    texts = exchange_texts(groups, [description, str(failure) if failure is not None else None], waiting)
     if failure is not None:
         raise failure
     _raise_difference(groups, texts)

@@ -1,0 +1,94 @@
+"""Asking the other ranks: do we run the same units, and which parameters did any of us use?"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from . import events
+from .control import ORDER, USE, exchange, exchange_texts
+from .errors import RankMismatchError, unit_label
+from .order import KINDS, Order
+from .watchdog import Waiting
+
+if TYPE_CHECKING:
+    from .groups import Groups
+    from .schedule import Schedule
+    from .unit import UnitState
+
+__all__ = ["Agreement"]
+
+
+class Agreement:
+    """The cross-rank questions of one schedule."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = weakref.ref(schedule)
+
+    def waiting(self, unit: UnitState, phase: str) -> Waiting:
+        """What a rank says it waits for, should it get stuck."""
+        return Waiting(unit.name, phase, self._schedule().step, self._trail)
+
+    def agree(self, code: int, unit: UnitState, phase: str) -> None:
+        """Before a collective that no record predicts: raise on every rank unless all are about to do the same.
+
+        Collective: one message on the control group.
+        """
+        waiting = self.waiting(unit, phase)
+        if exchange(unit.groups, USE, code, b"", waiting) is None:
+            self._report(unit.groups, waiting)
+
+    def agree_on_extra(self, what: str, unit: UnitState) -> None:
+        """The same for a collective outside forward and backward."""
+        self.agree(len(KINDS) * (1 << 32) + unit.index * 64 + len(what) % 64, unit, what)
+
+    def compare(self, used: bytearray) -> bytearray:
+        """At the end of a synchronised backward: was the order the same everywhere since the last comparison?
+
+        Args:
+            used: Per parameter: 1 if this rank has a gradient of it.
+
+        Returns:
+            Per parameter: 1 if any rank has.
+
+        Collective: one message on the control group.
+        """
+        schedule = self._schedule()
+        groups = schedule.groups
+        waiting = self.waiting(schedule.root, "order check at the end of backward")
+        merged = exchange(groups, ORDER, schedule.order.hash, used, waiting)
+        if merged is None:
+            self._report(groups, waiting)
+        if events.active is not None and groups.control is not None:
+            events.active.emit("check", schedule.root.name, len(used))
+        schedule.order.restart_hash()
+        return merged
+
+    def _trail(self) -> str:
+        schedule = self._schedule()
+        last = list(schedule.order.recent)[-4:] if schedule is not None else []
+        return ", ".join(self._describe(code) for code in last) or "nothing"
+
+    def _describe(self, code: int) -> str:
+        index, kind = Order.decode(code)
+        return f"{KINDS[kind]} of unit {unit_label(self._schedule().units[index].name)}"
+
+    def _report(self, groups: Groups, waiting: Waiting) -> None:
+        """Ranks mean different things: exchange what each did since the last comparison, and raise everywhere."""
+        everyone = exchange_texts(groups, [str(waiting), list(self._schedule().order.recent)], waiting)
+        texts = [now for now, _ in everyone]
+        histories = [history for _, history in everyone]
+        for position in range(max(len(history) for history in histories)):
+            codes = [history[position] if position < len(history) else None for history in histories]
+            if len(set(codes)) > 1:
+                texts = [now if code is None else self._describe(code) for code, now in zip(codes, texts)]
+                break
+        raise RankMismatchError(
+            f"ranks run different units in step {waiting.step}",
+            expected="every rank runs the same units in the same order",
+            found="; ".join(f"rank {rank}: {text}" for rank, text in zip(groups.ranks, texts)),
+            unit=waiting.unit,
+            rank=groups.rank,
+            cure="remove what makes the order depend on the rank or its data; a unit that only some ranks need must "
+            "run on all of them (its output may be multiplied by 0)",
+        )
