@@ -83,26 +83,27 @@ def predict_peak_bytes(model: nn.Module, unwrapped: Counter[str], prefetch: int 
         prefetch: Units gathered ahead.
     """
     root, *units = [_UnitBytes(info) for info in fsdplite.inspect.units(model)]
-    shards = sum(unit.shard for unit in (root, *units))
-    last = len(units) - 1
-    # In forward: masters, two moments, and what is gathered.
+    all_shards = sum(unit.shard for unit in (root, *units))
+    block_shards = sum(unit.shard for unit in units)
     needed = {
         "forward start": root.full + units[0].full,
         "forward end": root.full,
-        "backward start": root.full + root.buffer,
-        "backward end": root.full + root.buffer + units[0].buffer + shards,
-        "update": shards,
+        "backward start": root.full,
+        "backward end": root.full + units[0].buffer + block_shards,
+        "update": all_shards,
     }
-    for index in range(len(units)):
-        ahead = sum(unit.full for unit in units[index + 1 : index + 1 + prefetch])
-        needed[f"forward {index}"] = root.full + units[index].full + ahead
-        # In backward also gradient shards of what is done, and reduction buffers: one that fills, that of the unit
-        # before in flight, and the root's, which fills from its first gradient to the end.
-        ahead = sum(unit.full for unit in units[max(0, index - prefetch) : index])
-        buffers = units[index].buffer + root.buffer + (units[index + 1].buffer if index < last else 0)
-        done = sum(unit.shard for unit in units[index + 1 :])
-        needed[f"backward {index}"] = root.full + units[index].full + ahead + buffers + done
-    return 3 * shards + max(engine_bytes + unwrapped[phase] for phase, engine_bytes in needed.items())
+    for index, unit in enumerate(units):
+        ahead = sum(other.full for other in units[index + 1 : index + 1 + prefetch])
+        needed[f"forward {index}"] = root.full + unit.full + ahead
+        # Backward: gradient shards of what is done, and one reduction buffer. The buffer of the unit before is waited
+        # for when this unit's opens; gloo copies what it has reduced.
+        ahead = sum(other.full for other in units[max(0, index - prefetch) : index])
+        done = sum(other.shard for other in units[index + 1 :])
+        in_flight = 2 * units[index + 1].buffer if index + 1 < len(units) else 0
+        needed[f"backward {index}"] = root.full + unit.full + ahead + max(in_flight, unit.buffer) + done
+    peaks = [engine_bytes + unwrapped[phase] for phase, engine_bytes in needed.items()]
+    peaks.append(root.full + 2 * root.buffer + all_shards)  # the last reduction, after all activations
+    return 3 * all_shards + max(peaks)
 
 
 class _UnitBytes:
