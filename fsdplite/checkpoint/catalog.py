@@ -130,8 +130,8 @@ def _add(fs: FileSystem, path: str, step: int, found: dict[int, tuple[str, Manif
         manifest = load_manifest(fs, path)
         if manifest.step == step and _defect(fs, path, manifest) is None:
             found[step] = (path, manifest)
-    except (CheckpointError, OSError):
-        pass  # not published; find_step and verify_checkpoint say why
+    except (CheckpointError, FileNotFoundError, NotADirectoryError):
+        pass  # not published; find_step and verify_checkpoint say why. Other errors hide a step that may be there
 
 
 def _defect(fs: FileSystem, path: str, manifest: Manifest) -> str | None:

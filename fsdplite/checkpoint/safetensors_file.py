@@ -1,7 +1,7 @@
 """Safetensors headers: built before the data are there, and read without trust. Bytes only, no torch, no numpy.
 
 A rank file keeps the CRC-32 of every chunk of every tensor in its ``__metadata__``, as text of a width that is known
-from the shapes. So the data can be streamed behind a header that is filled in last, and one checksum of the header
+from the shapes. So the data can be streamed first, behind room for a header that is written last, and one checksum of the header
 proves the whole file.
 """
 

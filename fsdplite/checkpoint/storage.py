@@ -150,7 +150,7 @@ def using(replacement: FileSystem) -> Iterator[FileSystem]:
 
 
 def write_exactly(fs: FileSystem, file: File, offset: int, data: memoryview) -> None:
-    """Write all of ``data`` at the end of a growing file, through short writes.
+    """Write all of ``data``, at the end of a growing file or into room left at its start, through short writes.
 
     The size is looked at after each piece: a write that stored less than it said would leave a hole of zeros, which
     the next piece would hide.

@@ -1,4 +1,4 @@
-"""Streaming one rank's file: data in blocks, checksums on the same pass, the header filled in last."""
+"""Streaming one rank's file: data in blocks, checksums on the same pass, the header into the hole before them, last."""
 
 from __future__ import annotations
 
@@ -86,11 +86,10 @@ def write_rank_file(
     """
     specs = lay_out((part.name, part.dtype, (part.data.numel(),), part.data.numel()) for part in parts)
     data = {part.name: part.data for part in parts}
-    blank = build_header(specs)
+    header_bytes = len(build_header(specs))
     file = fs.create(path)
     try:
-        write_exactly(fs, file, 0, memoryview(blank))
-        blocks = _Blocks(fs, file, len(blank), progress)
+        blocks = _Blocks(fs, file, header_bytes, progress)
         checksums: list[int] = []
         for spec in specs:
             for view in host_blocks(data[spec.name], BLOCK_BYTES):
@@ -107,7 +106,7 @@ def write_rank_file(
 
 
 def _check_header(fs: FileSystem, path: str, header: bytes) -> None:
-    """The header overwrote zeros: only reading shows whether all of it arrived."""
+    """The header filled a hole: only reading shows whether all of it arrived."""
     file: Any = fs.open(path)
     try:
         found = bytearray(len(header))

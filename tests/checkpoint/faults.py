@@ -24,12 +24,18 @@ OPERATIONS = (
 class Fault:
     """At operation `at` (from 1; 0: never): `kind` is fail, crash_before, crash_after, short, lie, slow or power_cut.
 
-    `detail` is an errno, a fraction of the bytes, seconds, or (power_cut) the seed of what survives.
+    `detail` is an errno, a fraction of the bytes, seconds, or (power_cut) the seed of what survives. A crash ends the
+    process; a `mock` one raises `Crash` there and at every later operation, which leaves the same on the disk.
     """
 
     kind: str
     at: int = 0
     detail: Any = None
+    mock: bool = False
+
+
+class Crash(BaseException):
+    """Stands for the end of the process."""
 
 
 class FaultyFileSystem(FileSystem):
@@ -44,6 +50,7 @@ class FaultyFileSystem(FileSystem):
         self.open_files = 0
         self.most_open = 0
         self._only = only
+        self._dead = False
         self._disk = Disk() if fault.kind == "power_cut" else None
 
     @property
@@ -56,6 +63,8 @@ class FaultyFileSystem(FileSystem):
     def _run(self, name: str, path: str, call: Callable[..., Any], *args: Any) -> Any:
         if self._only is not None and not self._only(name, path):
             return call(*args)
+        if self._dead:
+            raise Crash
         self.log.append((name, path))
         self.threads.add(threading.get_ident())
         fault = self.fault
@@ -66,7 +75,7 @@ class FaultyFileSystem(FileSystem):
         if fault.kind == "fail":
             raise OSError(fault.detail, os.strerror(fault.detail), path)
         if fault.kind == "crash_before":
-            os._exit(41)
+            self._die(41)
         if fault.kind == "slow":
             time.sleep(fault.detail)
         if fault.kind in ("short", "lie") and name == "write_at":
@@ -75,14 +84,22 @@ class FaultyFileSystem(FileSystem):
             call(file, offset, data[:stored])
             self._note(name, (file, offset, data[:stored]), stored)
             return stored if fault.kind == "short" else len(data)
-        result = call(*args)
-        self._note(name, args, result)
-        if fault.kind == "crash_after":
-            os._exit(42)
-        if fault.kind == "power_cut":
-            self._disk.cut(fault.detail)
-            os._exit(43)
+        try:
+            result = call(*args)
+            self._note(name, args, result)
+        finally:  # also where the operation itself was refused
+            if fault.kind == "crash_after":
+                self._die(42)
+            if fault.kind == "power_cut":
+                self._disk.cut(fault.detail)
+                self._die(43)
         return result
+
+    def _die(self, code: int) -> None:
+        if not self.fault.mock:
+            os._exit(code)
+        self._dead = True
+        raise Crash
 
     def _note(self, name: str, args: tuple, result: Any) -> None:
         if name in ("create", "open"):
