@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -209,13 +210,30 @@ def ranks_disagree(names: tuple[str, ...], n: int, equal_steps: int, setup: Setu
     assert_rested(model)
 
 
+def together(fn: Any, calls: list[tuple[int, tuple]], *, last_is_absent: bool = False) -> list[list[Any]]:
+    """`run` with fresh ranks and a short timeout, side by side: most of the time they wait."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        started = [
+            threads.submit(
+                run,
+                world_size,
+                fn,
+                *args,
+                fresh=True,
+                pg_timeout_s=5,
+                absent={world_size - 1} if last_is_absent else (),
+            )
+            for world_size, args in calls
+        ]
+        return [call.result() for call in started]
+
+
 @pytest.mark.parametrize("equal_steps", [0, 2])
 @pytest.mark.parametrize("names", [("alpha", "beta"), ("first", "second", "third")])
 def test_U4_ranks_run_equal_sized_units_in_a_different_order(names: tuple[str, ...], equal_steps: int) -> None:
     setups = [Setup(), Setup(prefetch=2, reshard=True), Setup(prefetch=0, reshard=False), Setup(stage=2)]
     setups.append(Setup(stage=0))
-    for setup in setups:
-        run(2, ranks_disagree, names, 4, equal_steps, setup, fresh=True, pg_timeout_s=5)
+    together(ranks_disagree, [(2, (names, 4, equal_steps, setup)) for setup in setups])
 
 
 class Headless(nn.Module):
@@ -231,32 +249,59 @@ class Headless(nn.Module):
         return x
 
 
-def one_rank_calls(build: Any, first: str, how: str, steps_before: int) -> tuple[float, str]:
+def act_alone(model: nn.Module, act: str, x: Tensor) -> None:
+    if act == "forward":
+        model(x)
+    elif act == "clip":
+        model.clip_grad_norm_(1.0)
+    elif act == "full_params":
+        with fsdp.full_params(model):
+            pass
+    else:
+        fsdp.full_state_dict(model)
+
+
+def one_rank_calls(build: Any, act: str, first: str, how: str, steps_before: int) -> float:
+    """All ranks but the last go on to `act`; the error names the unit, the phase and who is missing."""
     model = fsdp.fsdp_wrap(seeded(build, 2), fsdp.by_class(Block))
     x, _ = stack_batch(0, here.rank)
     for _ in range(steps_before):
-        model(x).sum().backward()
         model.zero_grad()
+        model(x).sum().backward()
+    loss = model(x).sum() if act == "backward" else None
     if here.rank == here.world_size - 1:
         if how == "exits":
             os._exit(0)
         time.sleep(60)
     started = time.monotonic()
-    text = expect_loud(lambda: model(x), first)
+    text = expect_loud(loss.backward if loss is not None else lambda: act_alone(model, act, x), first)
     took_s = time.monotonic() - started
-    assert re.search("all.gather", text) and "forward" in text, text
-    assert re.search(rf"missing[^\n;]*\b{here.world_size - 1}\b", text), text
+    if act in ("forward", "backward"):
+        assert re.search("all.gather", text) and act in text, text
+    missing = re.search(r"missing: ([^\n]*)", text)
+    assert missing and re.findall(r"rank (\d+)", missing[1]) == [str(here.world_size - 1)], text
+    del loss
     assert_rested(model)
-    return took_s, text
+    return took_s
 
 
 @pytest.mark.parametrize("how", ["sleeps", "exits"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_U6_only_some_ranks_call_the_model(world_size: int, how: str) -> None:
-    last = {world_size - 1}
-    for case in ((Stack, "root", how, 0), (Headless, "blocks.0", how, 1)):
-        results = run(world_size, one_rank_calls, *case, fresh=True, pg_timeout_s=5, absent=last)
-        assert all(took_s < 15 for took_s, _ in results[:-1])
+def test_U6_only_some_ranks_call_the_model(how: str) -> None:
+    calls = [
+        (2, (Stack, "forward", "root", how, 0)),
+        (2, (Headless, "forward", "blocks.0", how, 1)),
+        (3, (Headless, "forward", "blocks.0", how, 0)),
+        (2, (Headless, "backward", "blocks.1", how, 0)),
+    ]
+    results = together(one_rank_calls, calls, last_is_absent=True)
+    assert all(took_s < 15 for result in results for took_s in result[:-1])
+
+
+@pytest.mark.parametrize("how", ["sleeps", "exits"])
+def test_U6_only_some_ranks_measure_or_save(how: str) -> None:
+    calls = [(2, (Stack, act, "", how, 1)) for act in ("clip", "full_params", "full_state_dict")]
+    results = together(one_rank_calls, calls, last_is_absent=True)
+    assert all(took_s < 15 for result in results for took_s in result[:-1])
 
 
 SCRIPT = """

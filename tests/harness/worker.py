@@ -120,8 +120,9 @@ def _join(setup: RankSetup) -> None:
     import fsdplite as fsdp
 
     fsdp.init_distributed(backend="gloo", timeout=setup.pg_timeout_s)
-    # The harness moves its own objects on a group of its own, so it cannot disturb the order of what is tested.
-    here.harness_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=setup.pg_timeout_s))
+    # The harness moves its own objects on a group of its own, so it cannot disturb the order of what is tested. Its
+    # timeout is longer: one rank's error may come late, by a timeout, while another's came at once.
+    here.harness_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
 
 
 def _redirect_output(log_path: str) -> Any:
