@@ -1,9 +1,8 @@
-"""N. Start-up: the meta device, buffers, one copy of the weights, random streams."""
+"""N. Start-up: the meta device, buffers, random streams; how much memory it takes is in `test_N_memory.py`."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -11,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdplite as fsdp
 from tests.harness import (
@@ -25,7 +22,6 @@ from tests.harness import (
     gather,
     here,
     local_batch,
-    plain,
     run,
     seeded,
     sgd,
@@ -289,84 +285,6 @@ def test_N2_buffers_after_start_up(world_size: int) -> None:
     combinations = [(stage, None, False) for stage in (range(4) if world_size == 2 else (3,))]
     combinations += [(3, fsdp.by_class(nn.Linear), False), (3, None, True)]
     run(world_size, for_each, combinations, buffers)
-
-
-# ---- N4
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes of tensors made under it that were alive at the end of an operation.
-
-    Small integer tensors are messages between ranks; the transport's threads may hold one for a moment longer.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.refs: dict[int, StorageWeakRef] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
-                if not tensor.is_floating_point() and tensor.numel() <= 4096:
-                    continue
-                storage = tensor.untyped_storage()
-                self.refs.setdefault(storage._cdata, StorageWeakRef(storage))
-        self.peak = max(self.peak, self.now())
-        return result
-
-    def now(self) -> int:
-        total = 0
-        for key, ref in list(self.refs.items()):
-            if ref.expired():
-                del self.refs[key]
-                continue
-            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
-            total += 0 if storage is None else storage.nbytes()
-        return total
-
-
-class Tower(nn.Module):
-    """Linear layers of one size, without bias; some of them may share their weight."""
-
-    def __init__(self, n: int, width: int, tied: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(n))
-        if tied:
-            self.layers[n - 1].weight = self.layers[0].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def one_copy(n: int, width: int, tied: bool) -> None:
-    oracle = seeded(Tower, n, width, tied)
-    if here.rank == 0:
-        model = copy.deepcopy(oracle)
-    else:
-        with torch.device("meta"):
-            model = Tower(n, width, tied)
-    unit_bytes = 4 * width * width
-    shard_bytes = unit_bytes * (n - tied) // here.world_size
-    with LiveBytes() as live:
-        fsdp.fsdp_wrap(model, fsdp.by_class(nn.Linear))
-    if here.rank > 0:
-        assert live.peak <= shard_bytes + unit_bytes, (live.peak, shard_bytes, unit_bytes)
-        assert live.now() <= shard_bytes, (live.now(), shard_bytes)
-    found = dict(model.named_parameters())
-    for name, value in oracle.named_parameters():
-        # One parameter a unit, of a size the ranks divide: rank r holds the r-th part.
-        mine = value.detach().flatten().chunk(here.world_size)[here.rank]
-        assert_close(plain(found[name]), mine, bitwise=True, what=name)
-    assert (model.layers[n - 1].weight is model.layers[0].weight) == tied
-    assert_rested(model)
-
-
-def test_N4_one_copy_of_the_weights_at_start() -> None:
-    run(2, for_each, [(4, 256, False), (4, 256, True), (6, 128, False)], one_copy)
 
 
 # ---- N6
