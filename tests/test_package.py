@@ -80,7 +80,7 @@ def house() -> list[list[str]]:
     cells = [line.split("|")[2] for line in section.splitlines() if line.startswith("|")]
     rows = [re.findall(r"`([\w./]+)`", cell) for cell in cells]
     rows = [[name.removesuffix(".py").strip("/").replace("/", ".") for name in row] for row in rows if row]
-    return [*rows, ["__init__"]]
+    return rows if any("__init__" in row for row in rows) else [*rows, ["__init__"]]
 
 
 def row_of(module: str, rows: list[list[str]]) -> int:
