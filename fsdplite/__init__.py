@@ -9,12 +9,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .checkpoint.catalog import latest_step as latest_step
     from .checkpoint.catalog import list_checkpoints as list_checkpoints
+    from .checkpoint.export import export_safetensors as export_safetensors
     from .checkpoint.load import load_checkpoint as load_checkpoint
+    from .checkpoint.load_files import load_safetensors as load_safetensors
     from .checkpoint.save import save_checkpoint as save_checkpoint
     from .checkpoint.verify import verify_checkpoint as verify_checkpoint
     from .errors import CheckpointError as CheckpointError
@@ -47,6 +49,7 @@ _HOMES = {
     "by_predicate": "policy",
     "by_size": "policy",
     "from_model": "policy",
+    "export_safetensors": "checkpoint.export",
     "fsdp_wrap": "wrap",
     "full_grad": "full",
     "full_params": "full",
@@ -55,6 +58,7 @@ _HOMES = {
     "latest_step": "checkpoint.catalog",
     "list_checkpoints": "checkpoint.catalog",
     "load_checkpoint": "checkpoint.load",
+    "load_safetensors": "checkpoint.load_files",
     "mark_updated": "update",
     "save_checkpoint": "checkpoint.save",
     "summary": "table",

@@ -51,7 +51,7 @@ class Materializer:
         self._placed: set[int] = set()
         # Values from rank 0 arrive in one buffer: the backend may hold the last one a moment longer than it says.
         arriving = [p.numel() * p.element_size() for f, i in owners.values() if (p := f.users[i]).is_meta]
-        self._staging = torch.empty(max(arriving, default=0) if sync else 0, dtype=torch.uint8, device=device)
+        self._staging: torch.Tensor | None = torch.empty(max(arriving, default=0) if sync else 0, dtype=torch.uint8, device=device)
         self.unfilled: dict[str, Any] = {}
 
     def fill(self, root: nn.Module, buffers: dict[tuple[int, str], BufferSpec], skip: set[int]) -> None:
@@ -59,18 +59,17 @@ class Materializer:
 
         Collective: one broadcast per parameter and buffer when syncing.
         """
-        visited: set[int] = set(skip)
+        self._visit(root, buffers, set(skip))
+        self._staging = None
 
-        def visit(module: nn.Module) -> None:
-            if id(module) in visited:
-                return
-            visited.add(id(module))
-            for child in module._modules.values():
-                if child is not None:
-                    visit(child)
-            self._fill_module(module, buffers)
-
-        visit(root)
+    def _visit(self, module: nn.Module, buffers: dict[tuple[int, str], BufferSpec], visited: set[int]) -> None:
+        if id(module) in visited:
+            return
+        visited.add(id(module))
+        for child in module._modules.values():
+            if child is not None:
+                self._visit(child, buffers, visited)
+        self._fill_module(module, buffers)
 
     def _fill_module(self, module: nn.Module, buffers: dict[tuple[int, str], BufferSpec]) -> None:
         owned = {key: p for key, p in module._parameters.items() if p is not None and id(p) in self._owners}

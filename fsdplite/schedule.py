@@ -17,7 +17,7 @@ from .agreement import Agreement
 from .errors import FSDPError
 from .flat_param import FlatParameter
 from .ignored import IgnoredGradients
-from .order import BACKWARD, FORWARD, KINDS, REDUCE, Order, Pass
+from .order import BACKWARD, KINDS, REDUCE, Order, Pass
 from .parameter import engine_access
 from .saved_weights import guard_saved_weights, stop_guarding
 from .unit import Call, UnitState
@@ -43,7 +43,7 @@ class Schedule:
         step: Number of backwards finished, for messages.
     """
 
-    def __init__(self, root: UnitState, guard_saved: bool) -> None:
+    def __init__(self, root: UnitState, on_cpu: bool) -> None:
         self.units: list[UnitState] = []
         self.root = root
         self.order = Order()
@@ -58,13 +58,14 @@ class Schedule:
         self.ignored = IgnoredGradients(self)
         self.unfilled: dict[str, Any] = {}  # names of tensors that came from meta and that nobody filled yet
         self.regroup: Any = None  # set by wrap: splits a frozen flat parameter when some of it is unfrozen
-        self._guard_saved = guard_saved
+        self._on_cpu = on_cpu  # no streams; and reading freed memory is a crash, so saved weights are guarded
         self._guarding = False
         self._clock = 0
         self._forward: Pass | None = None
         self._forward_key: Any = None
         self._backward: Pass | None = None
         self._in_flight: list[FlatParameter] = []
+        self._prefetch_later: UnitState | None = None
         self.keeps_weights = False
         self._renews_keeping = False
         self._idle: list[UnitState] = []
@@ -108,7 +109,7 @@ class Schedule:
         with_grad = torch.is_grad_enabled()
         self._forward_key = ("forward", unit.index, with_grad)
         self._forward = self.order.start(self._forward_key)
-        if with_grad and self._guard_saved:
+        if with_grad and self._on_cpu:
             self._guarding = guard_saved_weights()
 
     def leave(self, unit: UnitState, is_recompute: bool, has_failed: bool) -> None:
@@ -170,6 +171,11 @@ class Schedule:
         depth = unit.prefetch
         current = self._backward if self.in_backward else self._forward
         if not depth or current is None or not current.is_as_expected:
+            return
+        if self._in_flight and self._on_cpu and unit.stage.shards_gradients:
+            # The host will wait for that reduction before long; until then its buffer (and the transport's copy of
+            # it) would be alive beside what is gathered ahead.
+            self._prefetch_later = unit
             return
         for code in current.upcoming():
             index, coming = Order.decode(code)
@@ -244,12 +250,19 @@ class Schedule:
                 self.finish_reductions()  # at most one in flight beside the one that fills next
             gradient.start_reduce(self.agreement.waiting(unit, KINDS[REDUCE]))
             self._in_flight.append(flat)
+        current = self._backward
+        if self._on_cpu and current is not None and current.is_as_expected:
+            if all(Order.decode(code)[1] != BACKWARD for code in current.upcoming()):
+                self.finish_reductions()  # no unit is left to overlap with
 
     def finish_reductions(self) -> None:
         while self._in_flight:
             flat = self._in_flight[0]
             flat.gradient.finish_reduce(self.divide_factor or flat.groups.size)
             self._in_flight.pop(0)
+        unit, self._prefetch_later = self._prefetch_later, None
+        if unit is not None:
+            self.prefetch_after(unit, BACKWARD)
 
     def finish_backward(self) -> None:
         """The end of a backward: leftovers, the order check, gradients bound, everything at rest."""
@@ -315,6 +328,7 @@ class Schedule:
             call.unit.finish_call(call)
         self.open_calls.clear()
         self._in_flight.clear()
+        self._prefetch_later = None
         self._settle()
         self._backward = None
         self.in_backward = False
@@ -359,7 +373,7 @@ class Schedule:
     # ------------------------------------------------------------------ copies
 
     def __deepcopy__(self, memo: dict) -> Schedule:
-        twin = Schedule(None, self._guard_saved)
+        twin = Schedule(None, self._on_cpu)
         memo[id(self)] = twin
         twin.divide_factor = self.divide_factor
         twin.regroup = self.regroup

@@ -243,7 +243,7 @@ class _Wrapping:
         return materializer
 
     def _schedule(self, states: list[tuple[UnitSpec, UnitState]]) -> Schedule:
-        schedule = Schedule(states[0][1], guard_saved=self.device.type == "cpu")
+        schedule = Schedule(states[0][1], on_cpu=self.device.type == "cpu")
         schedule.regroup = split_frozen
         by_module = {id(spec.module): state for spec, state in states}
         nested = {id(m): name for name, m in self.plan.nested}

@@ -158,6 +158,23 @@ def _working(root: str, step: int, run_id: str, purpose: str) -> str:
     return os.path.join(root, f".{step_directory(step)}.{run_id}.{purpose}")
 
 
+def make_directories(fs: FileSystem, path: str) -> None:
+    """Create a directory and what is above it, each name durable before the next; it may be there already."""
+    missing = []
+    while True:
+        try:
+            fs.make_directory(path)
+            break
+        except FileExistsError:
+            break
+        except FileNotFoundError:
+            missing.append(path)
+            path = os.path.dirname(path)
+    for path in reversed(missing):
+        fs.make_directory(path)
+        fs.flush_directory(os.path.dirname(path))
+
+
 def clean(fs: FileSystem, root: str) -> None:
     """Remove what failed saves have left; put back a step that was set aside and not replaced."""
     for name in fs.list(root):

@@ -12,19 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import CheckpointError, FSDPError
+from ..errors import CheckpointError
 from ..fsdp_unit import state_of
 from . import background, catalog, model_state
 from .agree import Agreement, World, alone, world_of
-from .manifest import MANIFEST, Manifest, decode, intersect
-from .model_state import ModelState, ModelTensor
+from .manifest import MANIFEST, Manifest, decode
 from .optimizer_load import OptimizerLoad
-from .reading import BUFFER_BYTES, RankFile, Request, refuse_damage
+from .read_model import Reading, refuse_unfilled
 from .storage import FileSystem, file_system, read_all
-from .dtypes import ITEMSIZE
-from .tensor_bytes import bytes_of
+from .tensor_bytes import bytes_of, torch_dtype
 from .values import decode_value, unpack
-from .wanted import Differences, Target, check_dtype, describe, into_memory, sink
+from .wanted import Differences, Target
 
 __all__ = ["LoadReport", "load_checkpoint"]
 
@@ -85,60 +83,53 @@ def load_checkpoint(
     agreement = Agreement(world, "load_checkpoint")
     with agreement.open():
         background.drain()
-        load = _Load(agreement, file_system(), catalog.root_path(root), step)
+        fs = file_system()
+        path, manifest = _find(agreement, fs, catalog.root_path(root), step)
+        reading = Reading(agreement, fs, path)
         try:
-            return load.run(model, optimizer, strict, allow_cast)
+            return _Load(reading, path, manifest).run(model, optimizer, strict, allow_cast)
         finally:
-            load.close()
+            reading.close()
+
+
+def _find(agreement: Agreement, fs: FileSystem, root: str, step: int | str) -> tuple[str, Manifest]:
+    """Rank 0 decides which; the others read the same manifest."""
+    world = agreement.world
+    agreement.phase, agreement.path = "find", root
+    if world.is_first:
+        path = catalog.find_step(fs, root, step)
+        raw = read_all(fs, os.path.join(path, MANIFEST))
+        agreement.tell("go", {"path": path, "crc32": zlib.crc32(raw), "bytes": len(raw)})
+    else:
+        go = agreement.hear("go")
+        path = go["path"]
+        raw = read_all(fs, os.path.join(path, MANIFEST))
+        if (zlib.crc32(raw), len(raw)) != (go["crc32"], go["bytes"]):
+            raise CheckpointError(
+                f"rank {world.rank} sees another manifest than rank {world.ranks[0]}",
+                phase="find",
+                path=path,
+                cure="the root must be one directory on a file system that all ranks share",
+            )
+    return path, decode(raw, os.path.join(path, MANIFEST))
 
 
 class _Load:
     """One rank's part of one load."""
 
-    def __init__(self, agreement: Agreement, fs: FileSystem, root: str, step: int | str) -> None:
-        self._agreement = agreement
-        self._world: World = agreement.world
-        self._fs = fs
-        self._files: dict[int, RankFile] = {}
-        self._path, self._manifest = self._find(root, step)
-
-    def _find(self, root: str, step: int | str) -> tuple[str, Manifest]:
-        """Rank 0 decides which; the others read the same manifest."""
-        agreement = self._agreement
-        agreement.phase, agreement.path = "find", root
-        if self._world.size == 1:
-            path = catalog.find_step(self._fs, root, step)
-            return path, catalog.load_manifest(self._fs, path)
-        if self._world.is_first:
-            path = catalog.find_step(self._fs, root, step)
-            raw = read_all(self._fs, os.path.join(path, MANIFEST))
-            agreement.tell("go", {"path": path, "crc32": zlib.crc32(raw), "bytes": len(raw)})
-        else:
-            go = agreement.hear("go")
-            path = go["path"]
-            raw = read_all(self._fs, os.path.join(path, MANIFEST))
-            if (zlib.crc32(raw), len(raw)) != (go["crc32"], go["bytes"]):
-                raise CheckpointError(
-                    f"rank {self._world.rank} sees another manifest than rank {self._world.ranks[0]}",
-                    phase="find",
-                    path=path,
-                    cure="the root must be one directory on a file system that all ranks share",
-                )
-        return path, decode(raw, os.path.join(path, MANIFEST))
-
-    def close(self) -> None:
-        while self._files:
-            self._files.popitem()[1].close()
-
-    # ------------------------------------------------------------------ the order of things
+    def __init__(self, reading: Reading, path: str, manifest: Manifest) -> None:
+        self._reading = reading
+        self._world: World = reading.agreement.world
+        self._path = path
+        self._manifest = manifest
 
     def run(self, model: nn.Module, optimizer: Any, strict: bool, allow_cast: bool) -> LoadReport:
-        agreement, manifest = self._agreement, self._manifest
-        agreement.phase, agreement.path = "compare", self._path
+        reading, manifest = self._reading, self._manifest
+        reading.agreement.phase, reading.agreement.path = "compare", self._path
         state = model_state.collect(model)
         differences = Differences()
-        stored = self._match(state, allow_cast, differences)
-        targets, write_backs = self._model_targets(state, stored)
+        stored = reading.match(manifest, state, allow_cast, differences)
+        targets, write_backs = reading.model_targets(state, stored)
         load = None
         if optimizer is not None:
             load = OptimizerLoad(optimizer, state, manifest, stored, allow_cast, differences)
@@ -147,95 +138,21 @@ class _Load:
         differences.refuse(strict, self._path)
         extra_tensors = self._extra_targets(targets)
         own = self._own_values(targets)
-        agreement.phase = "open"
-        requests = self._requests(targets)
-        self._together("ready")
-        agreement.phase = "read"
-        loaded = [t for t in state.tensors if t.name in stored]
-        try:
-            self._read(requests)
-            self._together("done")
-        except BaseException:
-            _distrust(loaded)
-            raise
-        for write_back in write_backs:
-            write_back()
-        _trust(loaded)
+        reading.fill(manifest, targets, state, [t for t in state.tensors if t.name in stored], write_backs)
         if load is not None:
             load.install()
         report = LoadReport(
             step=manifest.step,
             extra=decode_value(manifest.extra, extra_tensors),
-            per_rank=self._unpack_own(own),
+            per_rank=None if own is None else unpack(bytes(bytes_of(own)), self._path),
             missing=list(differences.missing),
             unexpected=list(differences.unexpected),
-            bytes_read=sum(file.bytes_read for file in self._files.values()),
+            bytes_read=reading.bytes_read,
         )
         refuse_unfilled(state, report.missing)
         return report
 
-    def _together(self, name: str) -> None:
-        """Nobody goes on before all have come here without an error."""
-        agreement = self._agreement
-        if self._world.is_first:
-            agreement.collect(name, True)
-            agreement.tell(f"all {name}", True)
-        else:
-            agreement.post(name, True)
-            agreement.hear(f"all {name}")
-
-    # ------------------------------------------------------------------ what is wanted
-
-    def _match(self, state: ModelState, allow_cast: bool, differences: Differences) -> dict[str, str]:
-        """For each tensor of the model the name under which it is stored; differences are noted."""
-        manifest = self._manifest
-        stored: dict[str, str] = {}
-        left_out = set(manifest.left_out)
-        for entry in state.tensors:
-            name = next((found for n in entry.names if (found := manifest.find(n)) in manifest.tensors), None)
-            if name is None:
-                is_left_out = any(n in left_out or manifest.aliases.get(n) in left_out for n in entry.names)
-                if not is_left_out:
-                    differences.missing[entry.name] = f"of shape {entry.shape}, {entry.dtype}"
-                continue
-            record = manifest.tensors[name]
-            stored[entry.name] = name
-            if record.shape != entry.shape:
-                differences.wrong.append(
-                    f"shape: '{entry.name}' is stored with shape {record.shape}, wanted with {entry.shape}"
-                )
-            check_dtype(entry.name, record.dtype, entry.dtype, allow_cast, differences)
-        known = {name for entry in state.tensors for name in entry.names}
-        used = set(stored.values())
-        for name, record in manifest.model_tensors().items():
-            if name not in used and name not in known:
-                differences.unexpected[name] = describe(record)
-        return stored
-
-    def _model_targets(self, state: ModelState, stored: dict[str, str]) -> tuple[list[Target], list[Any]]:
-        targets, write_backs = [], []
-        for entry in state.tensors:
-            if entry.name not in stored:
-                continue
-            low, high = entry.local_range()
-            if entry.flat is not None:
-                into = entry.local()
-            elif entry.tensor.is_meta:
-                raise CheckpointError(
-                    "a tensor is on the meta device and has no memory to load into",
-                    parameter=entry.name,
-                    cure="wrap the model first (fsdp_wrap materialises it), or call model.to_empty(device=...)",
-                )
-            else:
-                into, write_back = into_memory(entry.tensor)
-                write_backs.append(write_back)
-            if low < high:
-                targets.append(Target(stored[entry.name], low, high, into))
-        return targets, write_backs
-
     def _extra_targets(self, targets: list[Target]) -> dict[str, torch.Tensor]:
-        from .tensor_bytes import torch_dtype
-
         tensors = {}
         for name, record in self._manifest.tensors.items():
             if name.startswith("extra/"):
@@ -273,98 +190,3 @@ class _Load:
         data = torch.empty(record.numel, dtype=torch.uint8)
         targets.append(Target(f"per_rank/{index}", 0, record.numel, data))
         return data
-
-    def _unpack_own(self, data: torch.Tensor | None) -> Any:
-        return None if data is None else unpack(bytes(bytes_of(data)), self._path)
-
-    # ------------------------------------------------------------------ reading
-
-    def _requests(self, targets: list[Target]) -> dict[int, list[list[Request]]]:
-        """Open what is needed and ask each file for its bytes. Headers are checked here."""
-        manifest = self._manifest
-        by_file: dict[int, dict[str, list[Request]]] = {}
-        for target in targets:
-            record = manifest.tensors[target.source]
-            itemsize = ITEMSIZE[record.dtype]
-            for piece in intersect(record, target.low, target.high):
-                request = Request(
-                    target.source,
-                    piece.offset * itemsize,
-                    (piece.offset + piece.count) * itemsize,
-                    sink(target, record.dtype, piece.first),
-                )
-                by_file.setdefault(piece.file, {}).setdefault(target.source, []).append(request)
-        result = {}
-        for number, requests in by_file.items():
-            name = manifest.files[number].name
-            self._agreement.path = os.path.join(self._path, name)
-            file = self._files[number] = RankFile(self._fs, self._agreement.path, manifest.files[number])
-            self._check_ranges(number, file, requests)
-            # Tied names may want the same bytes twice: each round asks for a tensor once.
-            rounds = max(len(several) for several in requests.values())
-            result[number] = [[r[i] for r in requests.values() if i < len(r)] for i in range(rounds)]
-            self._agreement.advance()
-        return result
-
-    def _check_ranges(self, number: int, file: RankFile, requests: dict[str, list[Request]]) -> None:
-        for name in requests:
-            record = self._manifest.tensors[name]
-            count = next(part.count for part in record.ranges if part.file == number)
-            spec = file.header.tensors.get(name)
-            if spec is None or (spec.dtype, spec.numel) != (record.dtype, count):
-                raise CheckpointError(
-                    "a file does not hold what the manifest lists",
-                    expected=f"{count} elements of {record.dtype}",
-                    found="nothing" if spec is None else f"{spec.numel} elements of {spec.dtype}",
-                    parameter=name,
-                    phase="read",
-                    path=file.path,
-                )
-
-    def _read(self, requests: dict[int, list[list[Request]]]) -> None:
-        """File by file, begun at a place that depends on the rank, so that not all ranks read the same one first."""
-        buffer = memoryview(bytearray(BUFFER_BYTES))
-        numbers = sorted(requests)
-        start = self._world.index * len(numbers) // self._world.size if numbers else 0
-        for number in numbers[start:] + numbers[:start]:
-            file = self._files[number]
-            self._agreement.path = file.path
-            for wanted in requests[number]:
-                file.read([self._watched(request) for request in wanted], buffer, refuse_damage)
-
-    def _watched(self, request: Request) -> Request:
-        def take(offset: int, view: memoryview) -> None:
-            request.take(offset, view)
-            self._agreement.advance()
-
-        return Request(request.name, request.low, request.high, take)
-
-
-def _trust(loaded: list[ModelTensor]) -> None:
-    """Tell the engine: these have values now, and what was gathered before is stale."""
-    for entry in loaded:
-        if entry.flat is not None:
-            entry.flat.mark_filled(entry.index)
-    for flat in {id(entry.flat): entry.flat for entry in loaded if entry.flat is not None}.values():
-        flat.mark_updated()
-
-
-def _distrust(loaded: list[ModelTensor]) -> None:
-    """A load ended in the middle: the model holds a mixture, and its next forward refuses it."""
-    for entry in loaded:
-        if entry.flat is not None:
-            entry.flat.unfilled.add(entry.index)
-            entry.flat.unit.schedule.unfilled[entry.flat.names[entry.index]] = (entry.flat, entry.index)
-            entry.flat.mark_updated()
-
-
-def refuse_unfilled(state: ModelState, missing: list[str]) -> None:
-    """Raise if a tensor from the meta device still has no values. Those in ``missing`` were left out on purpose."""
-    names = [name for name in model_state.unfilled_names(state) if name not in missing]
-    if names:
-        raise FSDPError(
-            "tensors built on the meta device have no values after the load",
-            found=", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else ""),
-            cure="give their module a reset_parameters() that fills them (non-persistent buffers are in no checkpoint), "
-            "or build that module off the meta device",
-        )

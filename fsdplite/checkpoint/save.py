@@ -174,7 +174,7 @@ class _Save:
             )
         manifest = self._plan(structure, notes, run_id)
         agreement.phase = "prepare"
-        _make_root(fs, self._root)
+        catalog.make_directories(fs, self._root)
         catalog.clean(fs, self._root)
         fs.make_directory(staging)
         try:
@@ -307,21 +307,3 @@ def _check_options(options: dict[str, Any]) -> None:
         raise ConfigError("step must be a whole number of at least 0", found=repr(step))
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise ConfigError("keep must be a whole number of at least 1, or None to keep all", found=repr(keep))
-
-
-def _make_root(fs: FileSystem, root: str) -> None:
-    """Create the root and what is above it, each name durable before the next."""
-    missing = []
-    path = root
-    while True:
-        try:
-            fs.make_directory(path)
-            break
-        except FileExistsError:
-            break
-        except FileNotFoundError:
-            missing.append(path)
-            path = os.path.dirname(path)
-    for path in reversed(missing):
-        fs.make_directory(path)
-        fs.flush_directory(os.path.dirname(path))

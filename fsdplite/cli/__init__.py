@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from .. import __version__
+from ..version import __version__
 from . import parity
 
 __all__ = ["main"]

@@ -1,0 +1,241 @@
+"""Reading tensors into a model from open files: what ``load_checkpoint`` and ``load_safetensors`` share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from ..errors import CheckpointError, FSDPError
+from . import model_state
+from .agree import Agreement
+from .dtypes import ITEMSIZE
+from .manifest import FileRecord, Manifest, intersect
+from .model_state import ModelState, ModelTensor
+from .reading import BUFFER_BYTES, RankFile, Request, refuse_damage
+from .storage import FileSystem
+from .wanted import Differences, Target, check_dtype, describe, into_memory, sink
+
+__all__ = ["Reading", "refuse_unfilled"]
+
+
+class Reading:
+    """The files of one load, opened as they are needed.
+
+    Args:
+        agreement: Of this call.
+        fs: Where.
+        folder: That holds the files.
+    """
+
+    def __init__(self, agreement: Agreement, fs: FileSystem, folder: str) -> None:
+        self.agreement = agreement
+        self.folder = folder
+        self._fs = fs
+        self._files: dict[int, RankFile] = {}
+
+    @property
+    def bytes_read(self) -> int:
+        """Of tensor data."""
+        return sum(file.bytes_read for file in self._files.values())
+
+    def open(self, number: int, name: str, record: FileRecord | None) -> RankFile:
+        """Open file ``number`` and prove its header."""
+        self.agreement.path = os.path.join(self.folder, name)
+        self._files[number] = RankFile(self._fs, self.agreement.path, record)
+        return self._files[number]
+
+    def close(self) -> None:
+        while self._files:
+            self._files.popitem()[1].close()
+
+    # ------------------------------------------------------------------ what is wanted
+
+    def match(
+        self, manifest: Manifest, state: ModelState, allow_cast: bool, differences: Differences
+    ) -> dict[str, str]:
+        """For each tensor of the model the name under which it is stored; differences are noted."""
+        stored: dict[str, str] = {}
+        left_out = set(manifest.left_out)
+        for entry in state.tensors:
+            name = next((found for n in entry.names if (found := manifest.find(n)) in manifest.tensors), None)
+            if name is None:
+                is_left_out = any(n in left_out or manifest.aliases.get(n) in left_out for n in entry.names)
+                if not is_left_out:
+                    differences.missing[entry.name] = f"of shape {entry.shape}, {entry.dtype}"
+                continue
+            record = manifest.tensors[name]
+            stored[entry.name] = name
+            if record.shape != entry.shape:
+                differences.wrong.append(
+                    f"shape: '{entry.name}' is stored with shape {record.shape}, wanted with {entry.shape}"
+                )
+            check_dtype(entry.name, record.dtype, entry.dtype, allow_cast, differences)
+        known = {name for entry in state.tensors for name in entry.names}
+        used = set(stored.values())
+        for name, record in manifest.model_tensors().items():
+            if name not in used and name not in known:
+                differences.unexpected[name] = describe(record)
+        return stored
+
+    def model_targets(self, state: ModelState, stored: dict[str, str]) -> tuple[list[Target], list[Callable[[], None]]]:
+        targets, write_backs = [], []
+        for entry in state.tensors:
+            if entry.name not in stored:
+                continue
+            low, high = entry.local_range()
+            if entry.flat is not None:
+                into = entry.local()
+            elif entry.tensor.is_meta:
+                raise CheckpointError(
+                    "a tensor is on the meta device and has no memory to load into",
+                    parameter=entry.name,
+                    cure="wrap the model first (fsdp_wrap materialises it), or call model.to_empty(device=...)",
+                )
+            else:
+                into, write_back = into_memory(entry.tensor)
+                write_backs.append(write_back)
+            if low < high:
+                targets.append(Target(stored[entry.name], low, high, into))
+        return targets, write_backs
+
+    # ------------------------------------------------------------------ reading
+
+    def fill(
+        self,
+        manifest: Manifest,
+        targets: list[Target],
+        state: ModelState,
+        loaded: list[ModelTensor],
+        write_backs: list[Callable[[], None]],
+        inside: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Read all targets: nothing before every rank has proved its headers, nothing used before it is checked.
+
+        Args:
+            manifest: Of the files.
+            targets: Where the values go.
+            state: The model.
+            loaded: Its tensors among the targets.
+            write_backs: Called when all values are there.
+            inside: Names in the files, where they are not the manifest's.
+        """
+        self.agreement.phase = "open"
+        requests = self._requests(manifest, targets, inside)
+        self._together("ready")
+        self.agreement.phase = "read"
+        try:
+            self._read(requests)
+            self._together("done")
+        except BaseException:
+            _distrust(loaded)
+            raise
+        for write_back in write_backs:
+            write_back()
+        _trust(state, loaded)
+
+    def _together(self, name: str) -> None:
+        """Nobody goes on before all have come here without an error."""
+        if self.agreement.world.is_first:
+            self.agreement.collect(name, True)
+            self.agreement.tell(f"all {name}", True)
+        else:
+            self.agreement.post(name, True)
+            self.agreement.hear(f"all {name}")
+
+    def _requests(
+        self, manifest: Manifest, targets: list[Target], inside: Mapping[str, str]
+    ) -> dict[int, list[list[Request]]]:
+        """Open what is needed and ask each file for its bytes. Headers are checked here."""
+        by_file: dict[int, dict[str, list[Request]]] = {}
+        for target in targets:
+            record = manifest.tensors[target.source]
+            itemsize = ITEMSIZE[record.dtype]
+            for piece in intersect(record, target.low, target.high):
+                request = Request(
+                    inside.get(target.source, target.source),
+                    piece.offset * itemsize,
+                    (piece.offset + piece.count) * itemsize,
+                    sink(target, record.dtype, piece.first),
+                )
+                by_file.setdefault(piece.file, {}).setdefault(target.source, []).append(request)
+        result = {}
+        for number, requests in by_file.items():
+            if number not in self._files:
+                record = manifest.files[number]
+                self._check_ranges(manifest, number, self.open(number, record.name, record), requests)
+            # Tied names may want the same bytes twice: each round asks for a tensor once.
+            rounds = max(len(several) for several in requests.values())
+            result[number] = [[r[i] for r in requests.values() if i < len(r)] for i in range(rounds)]
+            self.agreement.advance()
+        return result
+
+    def _check_ranges(
+        self, manifest: Manifest, number: int, file: RankFile, requests: dict[str, list[Request]]
+    ) -> None:
+        for name in requests:
+            record = manifest.tensors[name]
+            count = next(part.count for part in record.ranges if part.file == number)
+            spec = file.header.tensors.get(name)
+            if spec is None or (spec.dtype, spec.numel) != (record.dtype, count):
+                raise CheckpointError(
+                    "a file does not hold what the manifest lists",
+                    expected=f"{count} elements of {record.dtype}",
+                    found="nothing" if spec is None else f"{spec.numel} elements of {spec.dtype}",
+                    parameter=name,
+                    phase="read",
+                    path=file.path,
+                )
+
+    def _read(self, requests: dict[int, list[list[Request]]]) -> None:
+        """File by file, begun at a place that depends on the rank, so that not all ranks read the same one first."""
+        buffer = memoryview(bytearray(BUFFER_BYTES))
+        numbers = sorted(requests)
+        start = self.agreement.world.index * len(numbers) // self.agreement.world.size if numbers else 0
+        for number in numbers[start:] + numbers[:start]:
+            file = self._files[number]
+            self.agreement.path = file.path
+            for wanted in requests[number]:
+                file.read([self._watched(request) for request in wanted], buffer, refuse_damage)
+
+    def _watched(self, request: Request) -> Request:
+        def take(offset: int, view: memoryview) -> None:
+            request.take(offset, view)
+            self.agreement.advance()
+
+        return Request(request.name, request.low, request.high, take)
+
+
+def _trust(state: ModelState, loaded: list[ModelTensor]) -> None:
+    """Tell the engine: these have values now, and what was gathered before is stale."""
+    for entry in loaded:
+        if entry.flat is not None:
+            entry.flat.mark_filled(entry.index)
+    for flat in {id(entry.flat): entry.flat for entry in loaded if entry.flat is not None}.values():
+        flat.mark_updated()
+    filled = {(id(entry.place[0]), entry.place[1]) for entry in loaded if entry.place is not None}
+    for schedule in {id(unit.schedule): unit.schedule for unit in state.units.values()}.values():
+        for name, (owner, key) in list(schedule.unfilled.items()):
+            if (id(owner), key) in filled:
+                del schedule.unfilled[name]
+
+
+def _distrust(loaded: list[ModelTensor]) -> None:
+    """A load ended in the middle: the model holds a mixture, and its next forward refuses it."""
+    for entry in loaded:
+        if entry.flat is not None:
+            entry.flat.unfilled.add(entry.index)
+            entry.flat.unit.schedule.unfilled[entry.flat.names[entry.index]] = (entry.flat, entry.index)
+            entry.flat.mark_updated()
+
+
+def refuse_unfilled(state: ModelState, missing: list[str]) -> None:
+    """Raise if a tensor from the meta device still has no values. Those in ``missing`` were left out on purpose."""
+    names = [name for name in model_state.unfilled_names(state) if name not in missing]
+    if names:
+        raise FSDPError(
+            "tensors built on the meta device have no values after the load",
+            found=", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else ""),
+            cure="give their module a reset_parameters() that fills them (non-persistent buffers are in no checkpoint), "
+            "or build that module off the meta device",
+        )
