@@ -211,6 +211,45 @@ def test_C1_a_recompute_policy_that_matches_nothing() -> None:
     run(1, recompute_matches_nothing)
 
 
+class Options(nn.Module):
+    """Its keyword arguments have names that `torch.utils.checkpoint` has too, and some are tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5, dtype=torch.float64)
+
+    def forward(self, x: Tensor, *, debug: bool, context_fn: str, scale: Tensor, use_reentrant: int = 3) -> Tensor:
+        assert debug and context_fn == "mine" and use_reentrant == 3
+        return torch.tanh(self.linear(x) * scale)
+
+
+class OptionsStack(nn.Module):
+    """Two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Options() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.blocks
+        y = first(x, debug=True, context_fn="mine", scale=x.mean(1, keepdim=True))
+        return second(x=y, debug=True, context_fn="mine", scale=y[:, :1])
+
+
+def arguments_pass(policy: object, stage: int) -> None:
+    model, reference = seeded(OptionsStack), seeded(OptionsStack)
+    fsdp.fsdp_wrap(model, policy, recompute=fsdp.by_class(Options), stage=stage)
+    train_rank(model, sgd(model), range(2), batch_of_width(5), here.rank, leafy_mse)
+    train_ref(reference, sgd(reference), range(2), batch_of_width(5), here.world_size, leafy_mse)
+    assert_parity(model, reference)
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_C1_arguments_of_a_recomputed_module(world_size: int) -> None:
+    run(world_size, for_each, [(fsdp.by_class(Options), 3), (None, 3)], arguments_pass)
+
+
 class Adapted(nn.Module):
     """A frozen base with a trainable low-rank path beside it."""
 
