@@ -101,6 +101,25 @@ def test_A1_accumulation_over_several_units(world_size: int) -> None:
         run(world_size, for_each, matrix(world_size), partial(accumulated_stack, synced))
 
 
+def part_of_the_model_is_quiet(setup: Setup) -> None:
+    """`set_requires_gradient_sync` of a nested unit concerns that unit alone."""
+    reference, model = seeded(Stack, 2), seeded(Stack, 2)
+    wrap(model, setup, {"block": fsdp.by_name("blocks.*")})
+    model.blocks[0].set_requires_gradient_sync(False)
+    mse(model, stack_batch(0, here.rank)).backward()
+    model.blocks[0].set_requires_gradient_sync(True)
+    mse(model, stack_batch(1, here.rank)).backward()
+    for step in (0, 1):
+        mean_backward(reference, here.world_size, lambda m, r, step=step: mse(m, stack_batch(step, r)))
+    assert_parity(model, reference)
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_A1_one_unit_without_synchronisation(world_size: int) -> None:
+    run(world_size, for_each, layouts(world_size), part_of_the_model_is_quiet)
+
+
 def sequences(setup: Setup) -> None:
     for sequence, expected in (("NS", 4.5), ("NNS", 9.0), ("SNS", 9.0), ("SS", 4.5), ("NSNS", 15.0), ("SNNS", 15.0)):
         model = wrap(Vec(4, 1.0), setup, {})
@@ -229,3 +248,20 @@ def mean_over_tokens(setup: Setup) -> None:
 
 def test_A7_the_mean_over_ranks_is_not_the_mean_over_tokens() -> None:
     run(2, for_each, matrix(2), mean_over_tokens)
+
+
+def divisor_means_the_same(setup: Setup) -> None:
+    """A divisor of 4 divides the sum over all ranks of all meshes, over both passes of an accumulation."""
+    model = wrap(Vec(4, 1.0), setup, {})
+    model.set_gradient_divide_factor(4)
+    with model.no_sync():
+        model(1.0 * (here.rank + 1)).backward()
+    model(2.0 * (here.rank + 1)).backward()
+    total = 3.0 * here.world_size * (here.world_size + 1) / 2
+    assert_all(gather_grads(model), total / 4, tolerance=1e-12)
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_A7_a_divisor_means_the_same_at_every_mesh(world_size: int) -> None:
+    run(world_size, for_each, layouts(world_size, every_stage=True), divisor_means_the_same)

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import fsdplite as fsdp
-from tests.cases.matrix import WORLD_SIZES, Setup, layouts, matrix, wrap
+from tests.cases.matrix import DIAGONAL, WORLD_SIZES, Setup, layouts, matrix, wrap
 from tests.harness import (
     MLP,
     Stack,
     Vec,
     assert_close,
-    assert_parity,
     assert_rested,
     expect_loud,
     for_each,
@@ -124,6 +123,59 @@ def other_norms(stage: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_G1_any_other_norm_of_a_sharded_gradient_raises(world_size: int) -> None:
     run(world_size, for_each, [1, 2, 3], other_norms)
+
+
+class WithIgnored(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Vec(3, 1.0)
+        self.b = Vec(1, 1.0)
+        self.free = Vec(5, 1.0)
+
+    def forward(self, c: Tensor | float) -> Tensor:
+        return self.a(c) + self.b(c) + self.free(c)
+
+
+def ignored_counts_once(setup: Setup) -> None:
+    """9 elements of 2.0: an ignored parameter is whole on every rank and enters the norm once."""
+    for clip in ENTRIES.values():
+        model = WithIgnored()
+        wrap(model, setup, {"block": fsdp.by_class(Vec), "leaf": fsdp.by_name("a", "b")}, ignored=(model.free,))
+        model(2.0).backward()
+        assert abs(float(clip(model, 1.0, 2.0)) - 6.0) < 1e-6
+        for name, grad in gather_grads(model).items():
+            assert (grad - 2.0 / 6.0).abs().max() < 1e-6, name
+        assert_rested(model)
+
+
+def part_of_the_model(setup: Setup) -> None:
+    reference, model = seeded(Stack, 2), seeded(Stack, 2)
+    wrap(model, setup, {"block": fsdp.by_name("blocks.*"), "leaf": fsdp.by_class(nn.Linear)})
+    mse(model, stack_batch(0, here.rank)).backward()
+    mse(reference, joined(stack_batch, 0, here.world_size)).backward()
+    for part in ("blocks.1", "head"):
+        found = torch.nn.utils.clip_grad_norm_(model.get_submodule(part).parameters(), 1e9)
+        expected = torch.nn.utils.clip_grad_norm_(reference.get_submodule(part).parameters(), 1e9)
+        assert abs(float(found) - float(expected)) < 1e-9, part
+    assert_rested(model)
+
+
+def not_finite(setup: Setup) -> None:
+    model = wrap(Vec(4, 1.0), setup, {})
+    c = torch.ones(4, dtype=F64)
+    c[2] = float("inf") if here.rank == 0 else 1.0
+    model(c).backward()
+    assert not math.isfinite(float(model.clip_grad_norm_(1.0)))
+    with pytest.raises(RuntimeError, match="non-finite"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_G1_ignored_parameters_parts_of_a_model_and_overflow(world_size: int) -> None:
+    setups = [*layouts(world_size), DIAGONAL[2]]
+    for body in (ignored_counts_once, part_of_the_model, not_finite):
+        run(world_size, for_each, setups, body)
 
 
 def nothing_to_measure(setup: Setup, size: int, c: float, expected: dict[float, float]) -> None:

@@ -23,12 +23,14 @@ from tests.harness import (
     assert_close,
     assert_parity,
     assert_rested,
+    expect_loud,
     for_each,
     gather,
     gather_grads,
     gather_state,
     here,
     local_batch,
+    mse,
     plain,
     run,
     seeded,
@@ -84,6 +86,45 @@ def test_O1_an_optimizer_built_before_wrapping_trains_the_model(world_size: int)
     run(world_size, for_each, matrix(world_size, every_stage=True), built_before_wrapping)
     if world_size == 1:
         run(1, for_each, matrix(1), built_before_wrapping, group=False)
+
+
+def state_of_another_shape(setup: Setup) -> None:
+    """An optimizer that has stepped before wrapping holds full-shape state: LOUD at its first step."""
+    model = seeded(MLP)
+    optimizer = adamw(model)
+    mse(model, local_batch(0, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    wrap(model, setup, LINEAR)
+    before = gather(model)
+    mse(model, local_batch(0, here.rank)).backward()
+    expect_loud(optimizer.step, "weight")
+    for name, tensor in gather(model).items():
+        assert torch.equal(tensor, before[name]), name
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_O1_an_optimizer_with_full_shape_state_is_refused(world_size: int) -> None:
+    run(world_size, for_each, layouts(world_size), state_of_another_shape)
+
+
+def state_goes_round(setup: Setup) -> None:
+    """`state_dict` of the optimizer, in memory, into another optimizer of the same model."""
+    reference, model = seeded(MLP), wrap(seeded(MLP), setup, LINEAR)
+    first, ref_optimizer = adamw(model), adamw(reference)
+    train_rank(model, first, [0], local_batch, here.rank)
+    second = adamw(model)
+    second.load_state_dict(first.state_dict())
+    train_rank(model, second, [1, 2], local_batch, here.rank)
+    train_ref(reference, ref_optimizer, range(3), local_batch, here.world_size)
+    assert_parity(model, reference)
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_O1_optimizer_state_goes_round_in_memory(world_size: int) -> None:
+    run(world_size, for_each, layouts(world_size), state_goes_round)
 
 
 def built_after_a_forward(how: str, setup: Setup) -> None:

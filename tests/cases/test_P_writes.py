@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ import fsdplite as fsdp
 from tests.cases.matrix import WORLD_SIZES, Setup, matrix, wrap
 from tests.harness import (
     MLP,
+    Stack,
     Vec,
     assert_all,
     assert_close,
@@ -21,6 +24,7 @@ from tests.harness import (
     gather,
     here,
     local_batch,
+    mse,
     run,
     seeded,
     sgd,
@@ -171,3 +175,49 @@ def test_P5_edits_inside_full_params(world_size: int) -> None:
         run(world_size, for_each, matrix(world_size, every_stage=True), body)
         if world_size == 1:
             run(1, for_each, matrix(1), body, group=False)
+
+
+def contexts_nest(setup: Setup) -> None:
+    reference, model = seeded(Stack, 2), seeded(Stack, 2)
+    wrap(model, setup, {"block": fsdp.by_name("blocks.*"), "leaf": fsdp.by_class(nn.Linear)})
+    with fsdp.full_params(model):
+        with fsdp.full_params(model.blocks[0]):
+            assert model.blocks[0].linear.weight.shape == (5, 5)
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+    assert shapes == {name: p.shape for name, p in reference.named_parameters()}
+    assert_rested(model)
+    with pytest.raises(KeyError), fsdp.full_params(model, writeback=True):
+        raise KeyError("the caller's own")
+    assert_rested(model)
+    assert_parity(model, reference, bitwise=True)
+
+
+def steps_inside_and_around(setup: Setup) -> None:
+    """A whole step inside the context, and a penalty on all weights added to the loss outside the forward."""
+
+    def inside(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        with fsdp.full_params(model):
+            return mse(model, batch)
+
+    def with_penalty(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        loss = mse(model, batch)
+        with fsdp.full_params(model) if isinstance(model, fsdp.FSDPUnit) else nullcontext():
+            return loss + sum(p.square().sum() for p in model.parameters())
+
+    for loss_of, ref_loss_of in ((inside, mse), (with_penalty, with_penalty)):
+        reference, model = seeded(Stack, 2), seeded(Stack, 2)
+        wrap(model, setup, {"block": fsdp.by_name("blocks.*"), "leaf": fsdp.by_class(nn.Linear)})
+        train_rank(model, sgd(model), range(2), stack_batch, here.rank, loss_of)
+        train_ref(reference, sgd(reference), range(2), stack_batch, here.world_size, ref_loss_of)
+        assert_parity(model, reference)
+        assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_P5_contexts_nest(world_size: int) -> None:
+    run(world_size, for_each, matrix(world_size), contexts_nest)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_P2_steps_inside_full_params_and_penalties_on_all_weights(world_size: int) -> None:
+    run(world_size, for_each, matrix(world_size), steps_inside_and_around)

@@ -14,6 +14,7 @@ from fsdplite import inspect
 from tests.cases.matrix import WORLD_SIZES, Setup, layouts, matrix, wrap
 from tests.harness import (
     Counts,
+    adamw,
     all_gather_objects,
     assert_close,
     assert_parity,
@@ -26,6 +27,7 @@ from tests.harness import (
     run,
     seeded,
     sgd,
+    stack_batch,
     train_rank,
     train_ref,
 )
@@ -102,7 +104,7 @@ def tied_stays_one(setup: Setup) -> None:
     train_rank(model, sgd(model), range(3), batch_of, here.rank, next_token, still_tied)
     train_ref(reference, sgd(reference), range(3), batch_of, here.world_size, next_token)
     assert_parity(model, reference)
-    if setup.stage and setup.policy != "root":
+    if setup.policy != "root":
         expect_loud(lambda: model.embed(torch.tensor([1])), "embed.weight", "root")
         assert_parity(model, reference)
     assert_rested(model)
@@ -231,8 +233,6 @@ class Loop(nn.Module):
 
 
 def one_module_three_names(setup: Setup) -> None:
-    from tests.harness import stack_batch
-
     reference, model = seeded(Loop), seeded(Loop)
     keys = list(model.state_dict())
     wrap(model, setup, {"block": fsdp.by_class(nn.Sequential), "leaf": fsdp.by_class(nn.Linear)})
@@ -246,3 +246,37 @@ def one_module_three_names(setup: Setup) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_T4_one_module_object_at_two_depths(world_size: int) -> None:
     run(world_size, for_each, matrix(world_size), one_module_three_names)
+
+
+class ThreeUsers(nn.Module):
+    """A weight with three users and a bias with two, one of them in a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(5, 5, dtype=torch.float64)
+        self.b = nn.Linear(5, 5, dtype=torch.float64)
+        self.rest = nn.ModuleDict(
+            {"c": nn.Linear(5, 5, dtype=torch.float64), "out": nn.Linear(5, 3, dtype=torch.float64)}
+        )
+        self.b.weight = self.rest["c"].weight = self.a.weight
+        self.b.bias = self.a.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest["out"](self.rest["c"](self.b(self.a(x).tanh()).tanh()))
+
+
+def three_users(setup: Setup) -> None:
+    reference, model = seeded(ThreeUsers), seeded(ThreeUsers)
+    keys = list(model.state_dict())
+    wrap(model, setup, {"block": fsdp.by_class(nn.Linear), "leaf": fsdp.by_class(nn.Linear)})
+    assert list(model.state_dict()) == keys
+    train_rank(model, adamw(model), range(2), stack_batch, here.rank)
+    train_ref(reference, adamw(reference), range(2), stack_batch, here.world_size)
+    assert model.a.weight is model.b.weight is model.rest["c"].weight and model.a.bias is model.b.bias
+    assert_parity(model, reference)
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_T1_a_weight_with_three_users(world_size: int) -> None:
+    run(world_size, for_each, matrix(world_size), three_users)

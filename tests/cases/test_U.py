@@ -34,6 +34,7 @@ from tests.harness import (
     gather_grads,
     here,
     local_batch,
+    mean_backward,
     run,
     seeded,
     sgd,
@@ -128,6 +129,50 @@ def changing_use(setup: Setup) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_U1_what_is_used_changes_between_steps(world_size: int) -> None:
     run(world_size, for_each, matrix(world_size), changing_use)
+
+
+class Half(nn.Module):
+    """Which head reaches the loss is up to each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(5, 5, dtype=F64)
+        self.a = nn.Linear(5, 3, dtype=F64)
+        self.b = nn.Linear(5, 3, dtype=F64)
+
+    def forward(self, x: Tensor, use_b: bool) -> Tensor:
+        h = self.trunk(x)
+        a, b = self.a(h), self.b(h)
+        return a.sum() + b.sum() if use_b else a.sum()
+
+
+def used_on_one_rank(setup: Setup) -> None:
+    """In one unit the ranks without a gradient count as zero; across units it is either right or LOUD."""
+    reference, model = seeded(Half), wrap(seeded(Half), setup, {})
+    for step in range(3):
+        model.zero_grad()
+        reference.zero_grad()
+        who = step % here.world_size
+        model(stack_batch(step, here.rank)[0], here.rank == who).backward()
+        mean_backward(reference, here.world_size, lambda m, r, who=who: m(stack_batch(step, r)[0], r == who))
+        assert_parity(model, reference)
+        assert_rested(model)
+    apart = wrap(seeded(Half), setup, {"block": fsdp.by_class(nn.Linear), "leaf": fsdp.by_class(nn.Linear)})
+    reference = seeded(Half)
+    mean_backward(reference, here.world_size, lambda m, r: m(stack_batch(0, r)[0], r == 0))
+    try:
+        apart(stack_batch(0, here.rank)[0], here.rank == 0).backward()
+    except fsdp.FSDPError as error:
+        assert here.world_size > 1 and re.search("'[ab]'", str(error)), str(error)
+    else:
+        assert_parity(apart, reference)
+    assert_rested(apart)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_U1_a_parameter_that_only_one_rank_uses(world_size: int) -> None:
+    setups = [Setup(), Setup(stage=0), Setup(stage=2)] if world_size == 2 else [Setup()]
+    run(world_size, for_each, setups, used_on_one_rank)
 
 
 class Reordered(nn.Module):
