@@ -1,19 +1,16 @@
-"""What works besides the cases: ways through autograd, hooks, modules that hold their weights in unusual ways."""
+"""What works besides the cases: ways through autograd, and hooks."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 import fsdplite as fsdp
 from tests.harness import (
-    Block,
     Stack,
     Vec,
     adamw,
@@ -25,7 +22,6 @@ from tests.harness import (
     gather_grads,
     here,
     joined,
-    local_batch,
     mse,
     run,
     seeded,
@@ -348,101 +344,3 @@ def test_parameter_hooks(world_size: int) -> None:
     combinations = [(when, n, stage) for when in ("before", "after") for n in (1, 5) for stage in stages]
     run(world_size, for_each, combinations, parameter_hooks)
     run(world_size, for_each, combinations, post_accumulate_hooks)
-
-
-# ---- modules that hold their weights in unusual ways
-
-
-class Parametrized(nn.Module):
-    """Layers whose weight is computed from other parameters, as units and inside units."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        wrap = {"weight_norm": parametrizations.weight_norm, "spectral_norm": parametrizations.spectral_norm}[kind]
-        self.first = wrap(nn.Linear(5, 5, dtype=torch.float64))
-        self.block = Block()
-        wrap(self.block.linear)
-        self.head = nn.Linear(5, 3, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.block(self.first(x)))
-
-
-def parametrized(kind: str, policy: Any) -> None:
-    model = seeded(Parametrized, kind)
-    reference = copy.deepcopy(model)
-    fsdp.fsdp_wrap(model, policy)
-    train_rank(model, sgd(model), range(3), stack_batch, here.rank)
-    train_ref(reference, sgd(reference), range(3), stack_batch, here.world_size)
-    assert_parity(model, reference)
-    for name, buffer in reference.named_buffers():
-        assert_close(dict(model.named_buffers())[name], buffer, what=name)
-    assert_rested(model)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_parametrizations(world_size: int) -> None:
-    policies = (None, fsdp.by_class("Block"), fsdp.by_class("Linear"), fsdp.by_name("first", "block", "head"))
-    combinations = [(kind, policy) for kind in ("weight_norm", "spectral_norm") for policy in policies]
-    run(world_size, for_each, combinations, parametrized)
-
-
-class Recurrent(nn.Module):
-    """A recurrent layer, which keeps a list of its weights, between two linear ones."""
-
-    def __init__(self, kind: type, **options: Any) -> None:
-        super().__init__()
-        self.first = nn.Linear(7, 5, dtype=torch.float64)
-        self.rnn = kind(5, 3, batch_first=True, dtype=torch.float64, **options)
-        self.head = nn.Linear(6 if options.get("bidirectional") else 3, 3, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out, _ = self.rnn(self.first(x).unsqueeze(1).expand(-1, 3, -1))
-        return self.head(out[:, -1])
-
-
-def recurrent(kind: type, options: dict[str, Any], policy: Any) -> None:
-    model, reference = seeded(Recurrent, kind, **options), seeded(Recurrent, kind, **options)
-    fsdp.fsdp_wrap(model, policy)
-    train_rank(model, sgd(model), range(2), local_batch, here.rank)
-    train_ref(reference, sgd(reference), range(2), local_batch, here.world_size)
-    assert_parity(model, reference)
-    assert_rested(model)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_recurrent_layers(world_size: int) -> None:
-    deep = {"num_layers": 2, "bidirectional": True}
-    units = fsdp.by_class(nn.RNNBase, nn.Linear)
-    combinations = [(nn.LSTM, {}, None), (nn.LSTM, deep, units), (nn.GRU, {}, units), (nn.GRU, deep, None)]
-    run(world_size, for_each, combinations, recurrent)
-
-
-def sequence() -> nn.Sequential:
-    layers = [nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)]
-    return nn.Sequential(*layers).double()
-
-
-def slices_of_a_sequential() -> None:
-    """A slice is a new container of the same layers: it runs where the layers are units of their own."""
-    model, reference = seeded(sequence), seeded(sequence)
-    fsdp.fsdp_wrap(model, fsdp.by_class(nn.Linear))
-    x, target = local_batch(0, here.rank)
-    part = model[:3]
-    assert type(part).__name__ == "Sequential" and len(part) == 3
-    with torch.no_grad():
-        assert_close(part(x), reference[:3](x))
-    optimizer, reference_optimizer = sgd(model), sgd(reference)
-    (model[3:](model[:3](x)) - target).square().mean().backward()
-    optimizer.step()
-    train_ref(reference, reference_optimizer, [0], local_batch, here.world_size)
-    assert_parity(model, reference)
-    train_rank(model, optimizer, [1], local_batch, here.rank)
-    train_ref(reference, reference_optimizer, [1], local_batch, here.world_size)
-    assert_parity(model, reference)
-    assert_rested(model)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_slices_of_a_sequential(world_size: int) -> None:
-    run(world_size, slices_of_a_sequential)

@@ -96,6 +96,32 @@ def test_L11_compiled_blocks(world_size: int, backend: str) -> None:
     run(world_size, for_each, combinations, compiled, timeout_s=60)
 
 
+def compiled_whole() -> None:
+    """The whole wrapped model compiled: its units are seams in the graph."""
+    torch._dynamo.reset()
+    model, reference = fsdp.fsdp_wrap(seeded(Stack, 2), fsdp.by_class("Block")), seeded(Stack, 2)
+    backend = CountingBackend("eager")
+    whole = torch.compile(model, backend=backend)
+    optimizer = sgd(model)
+    calls = []
+    for step in range(4):
+        optimizer.zero_grad()
+        x, target = stack_batch(step, here.rank)
+        (whole(x) - target).square().mean().backward()
+        optimizer.step()
+        calls.append(backend.calls)
+    assert calls[-1] == calls[1], calls
+    train_ref(reference, sgd(reference), range(4), stack_batch, here.world_size)
+    assert_parity(model, reference)
+    assert_rested(model)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_L11_the_whole_model_compiled(world_size: int) -> None:
+    run(world_size, compiled_whole)
+
+
 # ---- L12
 
 
@@ -185,6 +211,8 @@ def still_the_users(recompute: Any, policy: Any, stage: int) -> None:
 
     same()
     assert model.config is config and model.width == 10 and model.describe("w") == "w10" and len(model) == 2
+    readable = {name for name in dir(model) if hasattr(model, name)}  # debuggers and exporters walk like this
+    assert {name for name in dir(reference) if hasattr(reference, name)} <= readable
     model.note = "mine"
     assert model.note == "mine"
     del model.note

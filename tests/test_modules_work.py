@@ -1,0 +1,214 @@
+"""Modules of torch that hold or compute their weights in unusual ways train as they do unwrapped."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+
+import fsdplite as fsdp
+from tests.harness import (
+    Block,
+    Stack,
+    assert_close,
+    assert_parity,
+    assert_rested,
+    for_each,
+    gather,
+    here,
+    local_batch,
+    run,
+    seeded,
+    sgd,
+    stack_batch,
+    train_rank,
+    train_ref,
+)
+
+
+class Parametrized(nn.Module):
+    """Layers whose weight is computed from other parameters, as units and inside units."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        wrap = {"weight_norm": parametrizations.weight_norm, "spectral_norm": parametrizations.spectral_norm}[kind]
+        self.first = wrap(nn.Linear(5, 5, dtype=torch.float64))
+        self.block = Block()
+        wrap(self.block.linear)
+        self.head = nn.Linear(5, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(self.first(x)))
+
+
+def parametrized(kind: str, policy: Any) -> None:
+    model = seeded(Parametrized, kind)
+    reference = copy.deepcopy(model)
+    fsdp.fsdp_wrap(model, policy)
+    train_rank(model, sgd(model), range(3), stack_batch, here.rank)
+    train_ref(reference, sgd(reference), range(3), stack_batch, here.world_size)
+    assert_parity(model, reference)
+    for name, buffer in reference.named_buffers():
+        assert_close(dict(model.named_buffers())[name], buffer, what=name)
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_parametrizations(world_size: int) -> None:
+    policies = (None, fsdp.by_class("Block"), fsdp.by_class("Linear"), fsdp.by_name("first", "block", "head"))
+    combinations = [(kind, policy) for kind in ("weight_norm", "spectral_norm") for policy in policies]
+    run(world_size, for_each, combinations, parametrized)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, which keeps a list of its weights, between two linear ones."""
+
+    def __init__(self, kind: type, **options: Any) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 5, dtype=torch.float64)
+        self.rnn = kind(5, 3, batch_first=True, dtype=torch.float64, **options)
+        self.head = nn.Linear(6 if options.get("bidirectional") else 3, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.rnn(self.first(x).unsqueeze(1).expand(-1, 3, -1))
+        return self.head(out[:, -1])
+
+
+def recurrent(kind: type, options: dict[str, Any], policy: Any) -> None:
+    model, reference = seeded(Recurrent, kind, **options), seeded(Recurrent, kind, **options)
+    fsdp.fsdp_wrap(model, policy)
+    train_rank(model, sgd(model), range(2), local_batch, here.rank)
+    train_ref(reference, sgd(reference), range(2), local_batch, here.world_size)
+    assert_parity(model, reference)
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_recurrent_layers(world_size: int) -> None:
+    deep = {"num_layers": 2, "bidirectional": True}
+    units = fsdp.by_class(nn.RNNBase, nn.Linear)
+    combinations = [(nn.LSTM, {}, None), (nn.LSTM, deep, units), (nn.GRU, {}, units), (nn.GRU, deep, None)]
+    run(world_size, for_each, combinations, recurrent)
+
+
+def sequence() -> nn.Sequential:
+    layers = [nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)]
+    return nn.Sequential(*layers).double()
+
+
+def slices_of_a_sequential() -> None:
+    """A slice is a new container of the same layers: it runs where the layers are units of their own."""
+    model, reference = seeded(sequence), seeded(sequence)
+    fsdp.fsdp_wrap(model, fsdp.by_class(nn.Linear))
+    x, target = local_batch(0, here.rank)
+    part = model[:3]
+    assert type(part).__name__ == "Sequential" and len(part) == 3
+    with torch.no_grad():
+        assert_close(part(x), reference[:3](x))
+    optimizer, reference_optimizer = sgd(model), sgd(reference)
+    (model[3:](model[:3](x)) - target).square().mean().backward()
+    optimizer.step()
+    train_ref(reference, reference_optimizer, [0], local_batch, here.world_size)
+    assert_parity(model, reference)
+    train_rank(model, optimizer, [1], local_batch, here.rank)
+    train_ref(reference, reference_optimizer, [1], local_batch, here.world_size)
+    assert_parity(model, reference)
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_slices_of_a_sequential(world_size: int) -> None:
+    run(world_size, slices_of_a_sequential)
+
+
+def old_weight_norm(model: nn.Module) -> None:
+    nn.utils.weight_norm(model.blocks[0].linear)
+    nn.utils.weight_norm(model.head)
+
+
+def old_spectral_norm(model: nn.Module) -> None:
+    nn.utils.spectral_norm(model.blocks[0].linear)
+    nn.utils.spectral_norm(model.head)
+
+
+def pruned(model: nn.Module) -> None:
+    prune.l1_unstructured(model.blocks[0].linear, "weight", amount=0.4)
+    prune.random_unstructured(model.head, "weight", amount=0.4)
+
+
+def weight_made_by_a_hook(change: Callable[[nn.Module], None], policy: Any) -> None:
+    """The older forms compute the weight in a forward hook and set it as a plain attribute."""
+    model, reference = seeded(Stack, 2), seeded(Stack, 2)
+    for changed in (model, reference):
+        torch.manual_seed(1)
+        change(changed)
+    fsdp.fsdp_wrap(model, policy)
+    train_rank(model, sgd(model), range(2), stack_batch, here.rank)
+    train_ref(reference, sgd(reference), range(2), stack_batch, here.world_size)
+    assert_parity(model, reference)
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_made_by_hooks(world_size: int) -> None:
+    changes = (old_weight_norm, old_spectral_norm, pruned)
+    policies = (None, fsdp.by_class("Block"), fsdp.by_class("Linear"))
+    run(world_size, for_each, [(change, policy) for change in changes for policy in policies], weight_made_by_a_hook)
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, dtype=torch.float64)
+    return nn.TransformerEncoder(layer, 2)
+
+
+def sequence_batch(step: int, rank: int) -> tuple[Tensor, ...]:
+    return tuple(t.unsqueeze(1) for t in local_batch(step, rank, 4, 4))
+
+
+def torch_transformer(policy: Any) -> None:
+    """Attention reads its children's weights itself, and in eval the layer has a fused path that reads all of them."""
+    model, reference = seeded(encoder), seeded(encoder)
+    fsdp.fsdp_wrap(model, policy)
+    train_rank(model, sgd(model), range(2), sequence_batch, here.rank)
+    train_ref(reference, sgd(reference), range(2), sequence_batch, here.world_size)
+    assert_parity(model, reference)
+    model.eval(), reference.eval()
+    x = sequence_batch(3, here.rank)[0]
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert_close(model(x).clone(), reference(x).clone())
+        assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_transformer_layers_of_torch(world_size: int) -> None:
+    run(world_size, for_each, [(fsdp.by_class("TransformerEncoderLayer"),), (None,)], torch_transformer)
+
+
+def initialised_inside_full_params() -> None:
+    """`model.apply(init)` draws the numbers that it draws on the plain model."""
+    model, reference = fsdp.fsdp_wrap(seeded(Stack, 2), fsdp.by_class("Block")), seeded(Stack, 2)
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
+
+    with fsdp.full_params(model, writeback=True):
+        torch.manual_seed(3)
+        model.apply(init)
+    torch.manual_seed(3)
+    reference.apply(init)
+    assert_parity(model, reference, bitwise=True)
+    assert all(value.abs().sum() == 0 for name, value in gather(model).items() if name.endswith("bias"))
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_initialisation_after_wrapping(world_size: int) -> None:
+    run(world_size, initialised_inside_full_params)
