@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -152,6 +153,8 @@ class FSDPUnit:
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         """DistributedDataParallel reads this first; it would broadcast rank 0's slices over everybody's."""
+        if sys._getframe(1).f_globals.get("__name__") != "torch.nn.parallel.distributed":
+            raise AttributeError("_ddp_params_and_buffers_to_ignore")
         raise WrapError(
             "DistributedDataParallel cannot hold a wrapped model: gradients are averaged already",
             cure="drop DistributedDataParallel; for plain data parallel training use fsdp_wrap(model, stage=0)",

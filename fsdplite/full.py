@@ -48,7 +48,7 @@ def full_params(module: nn.Module, writeback: bool = False, rank0_writes: bool =
         )
     wanted = _flats_below(module)
     if not wanted:
-        if not any(owner_of(p) is not None for p in module.parameters()):
+        if not any(owner_of(p) is not None or hasattr(p, "_fsdp_is_shown") for p in module.parameters()):
             raise FSDPError(
                 f"no parameter of this {type(module).__name__} belongs to a unit",
                 cure="give full_params a module that was wrapped, or one inside or around it",
@@ -107,6 +107,7 @@ def _show(
                 leaf.register_post_accumulate_grad_hook(_gradient_of_shown(weakref.ref(flat), index))
                 for hook in (flat.leaves[index]._backward_hooks or {}).values():
                     leaf.register_hook(hook)
+            leaf._fsdp_is_shown = True
             leaves[index] = leaf
     flat.binding.show(leaves)
     return flat, whole, leaves

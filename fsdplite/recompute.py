@@ -7,6 +7,7 @@ already: no extra gather. Chen et al., "Training Deep Nets with Sublinear Memory
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -25,7 +26,8 @@ class _Recomputed:
             return super().__call__(*args, **kwargs)
         from torch.utils.checkpoint import checkpoint
 
-        return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
+        # Bound first: the module's keywords may have the names of checkpoint's own options.
+        return checkpoint(functools.partial(super().__call__, **kwargs), *args, use_reentrant=False)
 
 
 _classes: dict[type, type] = {}

@@ -115,6 +115,13 @@ class UnitState:
         """Call ``function`` (the module's own ``__call__`` or method) with full weights."""
         if self.is_active:  # one of the unit's own methods calls another: the weights are there
             return function(*args, **kwargs)
+        if torch._C._get_tracing_state() is not None:
+            raise ParameterUseError(
+                "TorchScript cannot trace a unit: its gathers are no part of the graph",
+                unit=self.name,
+                rank=self.groups.rank,
+                cure="trace the plain module, before fsdp_wrap or loaded from fsdp.full_state_dict",
+            )
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise ParameterUseError(
                 "torch.func transforms cannot pass through a unit: they trace it without its gathers",
