@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import queue
+import threading
 import zlib
 from dataclasses import dataclass
 from typing import Any, Callable
@@ -15,6 +18,8 @@ from .tensor_bytes import host_blocks
 __all__ = ["BLOCK_BYTES", "Part", "Written", "write_rank_file"]
 
 BLOCK_BYTES = 128 * CHUNK_BYTES  # 3 MiB
+_THREADED_BYTES = BLOCK_BYTES // 8
+_MOST_THREADS = 4  # a CRC-32 takes about as long as writing to memory; fast disks need several
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,56 @@ class _Blocks:
         return self._offset + len(self._small)
 
 
+class _Worker(threading.Thread):
+    """Computes checksums, in the order in which it is given views."""
+
+    def __init__(self) -> None:
+        super().__init__(name="fsdplite-checksums")
+        self.views: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self.results: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        while (view := self.views.get()) is not None:
+            self.results.put(chunk_checksums(view))
+
+
+class _Checksums:
+    """Computes the checksums of a block while the same block is being written: large blocks in threads.
+
+    Not a pool of the standard library: those refuse work while the interpreter exits, and a save is finished then.
+    """
+
+    def __init__(self, is_threaded: bool) -> None:
+        self.values: list[int] = []
+        count = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) - 1)) if is_threaded else 0
+        self._workers = [_Worker() for _ in range(count)]
+        self._busy: list[_Worker] = []
+        for worker in self._workers:
+            worker.start()
+
+    def begin(self, view: memoryview) -> None:
+        if not self._workers or len(view) < _THREADED_BYTES:
+            self.values += chunk_checksums(view)
+            return
+        chunks = -(-len(view) // CHUNK_BYTES)
+        share = -(-chunks // len(self._workers)) * CHUNK_BYTES
+        for worker, start in zip(self._workers, range(0, len(view), share)):
+            worker.views.put(view[start : start + share])
+            self._busy.append(worker)
+
+    def finish(self) -> None:
+        """The block's memory may be used again after this."""
+        for worker in self._busy:
+            self.values += worker.results.get()
+        self._busy.clear()
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.views.put(None)
+        for worker in self._workers:
+            worker.join()
+
+
 def write_rank_file(
     fs: FileSystem, path: str, parts: list[Part], progress: Callable[[int], None] = lambda count: None
 ) -> Written:
@@ -90,13 +145,17 @@ def write_rank_file(
     file = fs.create(path)
     try:
         blocks = _Blocks(fs, file, header_bytes, progress)
-        checksums: list[int] = []
-        for spec in specs:
-            for view in host_blocks(data[spec.name], BLOCK_BYTES):
-                checksums += chunk_checksums(view)
-                blocks.add(view)
-        blocks.flush()
-        header = build_header(specs, checksums=checksums)
+        checksums = _Checksums(is_threaded=any(spec.size_bytes >= _THREADED_BYTES for spec in specs))
+        try:
+            for spec in specs:
+                for view in host_blocks(data[spec.name], BLOCK_BYTES):
+                    checksums.begin(view)
+                    blocks.add(view)
+                    checksums.finish()
+            blocks.flush()
+        finally:
+            checksums.close()
+        header = build_header(specs, checksums=checksums.values)
         write_exactly(fs, file, 0, memoryview(header))
         fs.flush(file)
     finally:
