@@ -159,7 +159,7 @@ class Agreement:
         while not self._stop.is_set():
             ticks += 1
             try:
-                self._store.set(f"beat/{self.world.index}", f"{self._progress} {ticks}")
+                self._store.set(f"beat/{self.world.index}", f"{self._progress} {ticks} {self.call}")
             except RuntimeError:
                 return  # the store is gone; whoever waits for something will say so
             self._stop.wait(_BEAT_S)
@@ -184,11 +184,15 @@ class Agreement:
             pass  # the store is gone, and with it whoever could read
 
     def _clear(self) -> None:
-        for name in ("beat", "left", *self._collected):
+        for name in ("beat", "left", *map(self._key, self._collected)):
             for index in range(self.world.size):
                 self._store.delete_key(f"{name}/{index}")
-        for name in ("decision", *self._told):
+        for name in ("decision", *map(self._key, self._told)):
             self._store.delete_key(name)
+
+    def _key(self, name: str) -> str:
+        """Notes of different calls are different notes: ranks that make them at the same time do not mix them up."""
+        return f"{self.call}/{name}"
 
     # ------------------------------------------------------------------ notes
 
@@ -196,7 +200,7 @@ class Agreement:
         """Leave this rank's note ``name``."""
         if self._store is not None:
             with self._reaching():
-                self._store.set(f"{name}/{self.world.index}", json.dumps(value))
+                self._store.set(f"{self._key(name)}/{self.world.index}", json.dumps(value))
 
     def collect(self, name: str, own: Any) -> list[Any]:
         """Post ``own`` and wait for everybody's note ``name``; in rank order."""
@@ -204,7 +208,7 @@ class Agreement:
             return [own]
         self._collected.append(name)
         self.post(name, own)
-        keys = {index: f"{name}/{index}" for index in range(self.world.size)}
+        keys = {index: f"{self._key(name)}/{index}" for index in range(self.world.size)}
         return self._wait(keys)
 
     def tell(self, name: str, value: Any) -> None:
@@ -212,11 +216,11 @@ class Agreement:
         self._told.append(name)
         if self._store is not None:
             with self._reaching():
-                self._store.set(name, json.dumps(value))
+                self._store.set(self._key(name), json.dumps(value))
 
     def hear(self, name: str) -> Any:
         """Wait for what rank 0 says."""
-        return self._wait({0: name})[0]
+        return self._wait({0: self._key(name)})[0]
 
     def _wait(self, keys: dict[int, str]) -> list[Any]:
         pause_s = 0.0005
@@ -247,7 +251,9 @@ class Agreement:
                 if now - started > self.world.timeout_s:
                     self._lose(index, f"did not call {self.call} within {self.world.timeout_s:g} s of the others")
                 continue
-            progress, _, ticks = self._store.get(key).partition(b" ")
+            progress, ticks, call = self._store.get(key).split(b" ", 2)
+            if call.decode() != self.call:
+                self._lose(index, f"called {call.decode()} instead")
             before = self._seen.get(index)
             if before is None:
                 self._seen[index] = (progress, now, ticks, now)
@@ -325,7 +331,7 @@ class Agreement:
             decision = self._store.compare_set("decision", "", json.dumps(record))
             if decision == _COMMIT and self.world.is_first:
                 self._told.append("outcome")
-                self._store.set("outcome", json.dumps({"error": record}))
+                self._store.set(self._key("outcome"), json.dumps({"error": record}))
             elif decision != _COMMIT:
                 record = json.loads(decision)
         except RuntimeError:

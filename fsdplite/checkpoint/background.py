@@ -14,7 +14,7 @@ from .dtypes import ITEMSIZE
 from .tensor_bytes import torch_dtype
 from .writer import Part
 
-__all__ = ["SaveHandle", "Staging", "drain", "stage", "start"]
+__all__ = ["SaveHandle", "Staging", "drain", "settle", "stage", "start"]
 
 
 class SaveHandle:
@@ -24,6 +24,7 @@ class SaveHandle:
         self.path = path
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._is_told = False
 
     @property
     def done(self) -> bool:
@@ -34,9 +35,9 @@ class SaveHandle:
         """Return when the checkpoint is durable; raise what went wrong, on every rank the same."""
         if self._thread is not None:
             self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        self._is_told = True
+        if self._error is not None:
+            raise self._error
 
     def __repr__(self) -> str:
         return f"SaveHandle({self.path!r}, {'done' if self.done else 'in flight'})"
@@ -64,11 +65,16 @@ def start(path: str, agreement: Agreement, run: Callable[[], None]) -> SaveHandl
 
 
 def drain() -> None:
-    """Wait for the save in flight; raise its error if nobody has seen it yet."""
-    global _last
-    handle, _last = _last, None
-    if handle is not None:
+    """Wait for the save in flight. Raise its error, or that of an earlier one, if nobody has been told yet."""
+    handle = _last
+    if handle is not None and not handle._is_told:
         handle.wait()
+
+
+def settle() -> None:
+    """Wait for the save in flight; its error stays for ``wait()``, the next save, or the exit."""
+    if _last is not None and _last._thread is not None:
+        _last._thread.join()
 
 
 @atexit.register
@@ -103,7 +109,7 @@ def stage(parts: list[Part]) -> tuple[list[Part], Staging]:
     buffer: Any = _kept.pop() if _kept else None
     if buffer is None or not total <= buffer.numel() <= 2 * total:
         buffer = None  # free the old one before the new one is there
-        buffer = torch.empty(total, dtype=torch.uint8)
+        buffer = torch.empty(total, dtype=torch.uint8, pin_memory=any(part.data.is_cuda for part in parts))
     copies = []
     end = 0
     with torch.no_grad():

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, RankMismatchError
 from ..fsdp_unit import state_of
 from . import background, catalog, model_state
 from .agree import Agreement, World, alone, world_of
@@ -82,9 +82,10 @@ def load_checkpoint(
     world = world_of(model) if is_wrapped else alone()
     agreement = Agreement(world, "load_checkpoint")
     with agreement.open():
-        background.drain()
+        background.settle()
         fs = file_system()
-        path, manifest = _find(agreement, fs, catalog.root_path(root), step)
+        options = {"step": step, "strict": strict, "allow_cast": allow_cast, "optimizer": optimizer is not None}
+        path, manifest = _find(agreement, fs, catalog.root_path(root), options)
         reading = Reading(agreement, fs, path)
         try:
             return _Load(reading, path, manifest).run(model, optimizer, strict, allow_cast)
@@ -92,17 +93,24 @@ def load_checkpoint(
             reading.close()
 
 
-def _find(agreement: Agreement, fs: FileSystem, root: str, step: int | str) -> tuple[str, Manifest]:
+def _find(agreement: Agreement, fs: FileSystem, root: str, options: dict[str, Any]) -> tuple[str, Manifest]:
     """Rank 0 decides which; the others read the same manifest."""
     world = agreement.world
     agreement.phase, agreement.path = "find", root
     if world.is_first:
-        path = catalog.find_step(fs, root, step)
+        path = catalog.find_step(fs, root, options["step"])
         raw = read_all(fs, os.path.join(path, MANIFEST))
-        agreement.tell("go", {"path": path, "crc32": zlib.crc32(raw), "bytes": len(raw)})
+        agreement.tell("go", {"path": path, "crc32": zlib.crc32(raw), "bytes": len(raw), "options": options})
     else:
         go = agreement.hear("go")
         path = go["path"]
+        for name, value in options.items():
+            if go["options"][name] != value:
+                raise RankMismatchError(
+                    f"argument '{name}' differs between rank {world.ranks[0]} and rank {world.rank}",
+                    found=f"{go['options'][name]!r} and {value!r}",
+                    cure="every rank must load the same step with the same arguments",
+                )
         raw = read_all(fs, os.path.join(path, MANIFEST))
         if (zlib.crc32(raw), len(raw)) != (go["crc32"], go["bytes"]):
             raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, Iterator
 
@@ -111,6 +112,18 @@ def collect(model: nn.Module) -> ModelState:
     _check_names(state)
     _check_bound(state)
     return state
+
+
+def warn_extra_state(model: nn.Module) -> None:
+    """Say which modules keep state that is neither a parameter nor a buffer: it may need code to be read."""
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            warnings.warn(
+                f"module '{plain_name(name)}' has a get_extra_state() that this checkpoint does not hold; "
+                "pass what it returns in extra= if it is JSON or tensors",
+                UserWarning,
+                stacklevel=2,
+            )
 
 
 def _parameter(name: str, parameter: torch.Tensor) -> ModelTensor:

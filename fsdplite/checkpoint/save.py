@@ -223,8 +223,19 @@ class _Save:
     def _write(self, staging: str) -> Written:
         agreement = self._agreement
         agreement.phase = "write"
-        agreement.path = os.path.join(staging, rank_file(self._world.index, self._world.size))
-        return write_rank_file(self._fs, agreement.path, self._parts, agreement.advance)
+        agreement.path = path = os.path.join(staging, rank_file(self._world.index, self._world.size))
+        try:
+            return write_rank_file(self._fs, path, self._parts, agreement.advance)
+        except FileNotFoundError as problem:
+            agreement.poll(now=True)  # if another rank has failed the directory is gone for that reason
+            raise CheckpointError(
+                f"rank {self._world.rank} does not see the directory that rank {self._world.ranks[0]} has made",
+                rank=self._world.rank,
+                phase="write",
+                path=path,
+                errno=problem.errno,
+                cure="the root must be one directory on a file system that all ranks share",
+            ) from problem
 
     def _check_files(self, staging: str, manifest: Manifest, written: list[Written]) -> list[FileRecord]:
         """Every rank has written what the manifest will say it has, and it is here."""

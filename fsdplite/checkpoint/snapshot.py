@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..errors import CheckpointError, RankMismatchError
@@ -167,10 +168,9 @@ def take(
     model: nn.Module, optimizer: Any, *, extra: Any, per_rank: Any, trainable_only: bool
 ) -> Snapshot:
     """Look at everything that is to be saved. Local: no messages, nothing copied but ``extra`` and ``per_rank``."""
-    import torch.distributed as dist
-
     state = model_state.collect(model)
     model_state.refuse_unready(state)
+    model_state.warn_extra_state(model)
     left_out = []
     if trainable_only:
         left_out = [t.name for t in state.tensors if not t.is_buffer and not t.tensor.requires_grad]

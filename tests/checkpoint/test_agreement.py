@@ -65,16 +65,48 @@ def K36_arguments(root):
     return expect_loud(lambda: fsdp.save_checkpoint(root, model, optimizer, step=here.rank), "'step'", "rank 1")
 
 
-def K36_one_rank_refuses(root):
+def K36_one_rank_refuses(root, background=False):
     model, optimizer = filled(1.0)
-    return expect_loud(lambda: fsdp.save_checkpoint(root, model, optimizer, step=1, keep=1 - here.rank), "keep", "rank 1")
+    return expect_loud(
+        lambda: fsdp.save_checkpoint(root, model, optimizer, step=1, keep=1 - here.rank, background=background).wait(),
+        "keep", "rank 1",
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("body", [K36_extra, K36_state, K36_arguments, K36_one_rank_refuses])
+def K36_one_rank_refuses_in_the_background(root):
+    return K36_one_rank_refuses(root, True)
+
+
+def K36_other_calls(root):
+    model, optimizer = filled(1.0)
+    if here.rank == 0:
+        return expect_loud(lambda: fsdp.save_checkpoint(root, model, step=1), "load_checkpoint", "save_checkpoint")
+    return expect_loud(lambda: fsdp.load_checkpoint(root, model), "load_checkpoint", "save_checkpoint")
+
+
+@pytest.mark.parametrize("body", [K36_extra, K36_state, K36_arguments, K36_one_rank_refuses,
+                                  K36_one_rank_refuses_in_the_background, K36_other_calls])  # fmt: skip
 def test_K36_ranks_disagree(tmp_path, body):
     texts = run(2, body, str(tmp_path / "r"))
     assert texts[0] == texts[1]
     assert not (tmp_path / "r").exists()
+
+
+def loads_differ(root):
+    model, optimizer = filled(1.0)
+    for step in (1, 2):
+        fsdp.save_checkpoint(root, model, optimizer, step=step)
+    texts = [
+        expect_loud(lambda: fsdp.load_checkpoint(root, model, step=1 + here.rank), "'step'", "rank 0", "rank 1"),
+        expect_loud(lambda: fsdp.load_checkpoint(root, model, optimizer if here.rank else None), "'optimizer'"),
+    ]
+    assert fsdp.load_checkpoint(root, model, optimizer).step == 2
+    return texts
+
+
+def test_loads_that_differ(tmp_path):
+    texts = run(2, loads_differ, str(tmp_path))
+    assert texts[0] == texts[1]
 
 
 def empty_ranks_may_lack_state(root):
@@ -103,7 +135,7 @@ def K69_body(root, background, world):
         )  # fmt: skip
     assert fsdp.latest_step(root) is None
     if background:
-        handle.wait()  # told once
+        expect_loud(handle.wait, f"rank {world - 1}")  # as often as it is asked, and not at the next save any more
     fsdp.save_checkpoint(root, model, optimizer, step=2)
     return text, sorted(os.listdir(root))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import zlib
 
 import pytest
@@ -13,7 +14,9 @@ from fsdplite.checkpoint import manifest as contract
 from fsdplite.checkpoint import safetensors_file as st
 from fsdplite.checkpoint.dtypes import widens
 from fsdplite.checkpoint.placement import written_ranges
+from fsdplite.checkpoint.reading import BUFFER_BYTES, RankFile, Request, refuse_damage
 from fsdplite.checkpoint.storage import FileSystem
+from fsdplite.checkpoint.tensor_bytes import bytes_of
 from fsdplite.checkpoint.values import decode_value, encode_value, pack, unpack
 from fsdplite.checkpoint.writer import Part, write_rank_file
 from fsdplite.errors import CheckpointError
@@ -198,3 +201,37 @@ def test_widening():
     assert widens("BF16", "F32") and widens("F16", "F32") and widens("F8_E4M3", "F16") and widens("I32", "I64")
     assert widens("F32", "BF16") is False and widens("F16", "BF16") is False and widens("BF16", "F16") is False
     assert widens("F32", "I64") is None and widens("I64", "I32") is None and widens("BOOL", "U8") is None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_ranges_are_read_right_and_sparsely(tmp_path, seed):
+    generator = random.Random(seed)
+    dtypes = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
+    parts = []
+    for index in range(generator.randint(1, 12)):
+        name = generator.choice(list(dtypes))
+        numel = generator.choice([1, 7, 300, 24 * 1024, 40_000, 1_000_003])
+        data = torch.randint(0, 200, (numel,), dtype=torch.uint8).to(dtypes[name])
+        parts.append(Part(f"t{index}", name, data))
+    path = str(tmp_path / "f")
+    written = write_rank_file(FileSystem(), path, parts)
+    record = contract.FileRecord("f", written.size_bytes, written.header_bytes, written.header_crc32)
+    for is_foreign in (False, True):
+        file = RankFile(FileSystem(), path, None if is_foreign else record)
+        requests, found, expected, most = [], {}, {}, 0
+        for part in parts:
+            low = generator.randint(0, part.data.numel() - 1)
+            high = generator.randint(low + 1, part.data.numel())
+            size = part.data.element_size()
+            found[part.name] = bytearray((high - low) * size)
+            expected[part.name] = bytes(bytes_of(part.data)[low * size : high * size])
+
+            def take(offset, view, into=found[part.name]):
+                into[offset : offset + len(view)] = view
+
+            requests.append(Request(part.name, low * size, high * size, take))
+            wanted = (high - low) * size
+            most += wanted + (64 * 1024 if wanted < 2**20 else wanted // 20)
+        file.read(requests, memoryview(bytearray(BUFFER_BYTES)), refuse_damage)
+        file.close()
+        assert found == expected and file.bytes_read <= most

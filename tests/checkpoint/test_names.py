@@ -260,3 +260,16 @@ def buffers_body(root):
 
 def test_buffers_are_rank_0s(tmp_path):
     run(2, buffers_body, str(tmp_path))
+
+
+class Stateful(nn.Linear):
+    def get_extra_state(self):
+        return {"calls": 3}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_extra_state_of_modules_is_not_lost_in_silence(tmp_path):
+    with pytest.warns(UserWarning, match="'0'.*get_extra_state"):
+        fsdp.save_checkpoint(tmp_path, nn.Sequential(Stateful(2, 2)), step=1)
