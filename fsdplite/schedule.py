@@ -236,9 +236,9 @@ class Schedule:
         self._finish_unit(unit)
 
     def _finish_unit(self, unit: UnitState) -> None:
+        unit.rest()  # first: the reduction needs no weights
         if unit.requires_sync and unit.has_unreduced:
             self._reduce(unit)
-        unit.rest()
 
     def _reduce(self, unit: UnitState) -> None:
         self.announce(REDUCE, unit)
