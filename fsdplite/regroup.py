@@ -19,9 +19,10 @@ __all__ = ["split_frozen"]
 def split_frozen(flat: FlatParameter) -> None:
     """Replace ``flat`` in its unit by a frozen and a trainable flat parameter.
 
-    Collective: one all-gather of the flat parameter, in the master dtype. Memory: its full size, for the moment.
+    Collective: one message on the control group, and one all-gather of the flat parameter, in the master dtype. Memory: its full size, for the moment.
     """
     unit = flat.unit
+    unit.schedule.agreement.agree_on_extra("regrouping of unfrozen parameters", unit)
     waiting = Waiting(flat.unit_name, "all-gather to regroup unfrozen parameters", unit.schedule.step)
     flat.reshard()
     whole = flat.gather_master(waiting)
