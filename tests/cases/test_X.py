@@ -84,6 +84,7 @@ def tables(deep: bool, buffer_dtype: torch.dtype | None, stage: int) -> None:
             assert_close(outside[name], value, bitwise=True, what=name)
             inside = value.to(buffer_dtype) if buffer_dtype and value.is_floating_point() else value
             assert_close(model.seen[name], inside, bitwise=True, what=f"{name} inside")
+    model.seen.clear()
     assert_rested(model)
 
 
@@ -212,6 +213,8 @@ def kept_parts(names: tuple[str, str, str], keep: Any, nested: bool) -> None:
     dtype, weight, _ = seen[middle][0]
     assert dtype == torch.float32 and torch.equal(weight, torch.full((5,), 1.0009765625))
     assert norm_output == [BF16] and seen[last][0][2] == BF16
+    for notes in seen.values():
+        notes.clear()
     with Counts() as counts:
         out.float().sum().backward()
     if here.world_size > 1:
