@@ -253,8 +253,9 @@ def random_initialisers(stage: int) -> None:
     accepted = []
     for name, initialise in INITIALISERS.items():
         with torch.no_grad():
+            needles = ("0.weight", "full_params", "writeback=True")
             try:
-                expect_loud(lambda initialise=initialise: initialise(weight), "0.weight", "full_params", "writeback=True")
+                expect_loud(lambda initialise=initialise: initialise(weight), *needles)
             except AssertionError as error:
                 accepted.append(f"{name}: {error}")
     assert not accepted, "\n".join(accepted)

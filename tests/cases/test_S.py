@@ -116,7 +116,8 @@ def test_S2_fewer_elements_than_ranks(world_size: int) -> None:
         for n, root_numel, prefetch in ((1, 0, 1), (1, 1, 0), (2, 3, 2), (3, 0, 1))
         for stage in (0, 1, 2, 3)
     ]
-    combinations += [(n, 1, stage, 1, shape) for n in (1, 3) for stage in (3, 2) for shape in MESHES.get(world_size, ())]
+    for shape in MESHES.get(world_size, ()):
+        combinations += [(n, 1, stage, 1, shape) for n in (1, 3) for stage in (3, 2)]
     run(world_size, for_each, combinations, few_elements)
 
 
