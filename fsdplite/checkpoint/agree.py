@@ -12,74 +12,21 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
-from .. import errors
-from ..errors import CheckpointError, ConfigError, FSDPError
-from ..fsdp_unit import state_of
-from ..groups import _timeout_of
+from ..errors import CheckpointError, FSDPError
+from .failure import SharedFailure, failure_of, record_of
+from .world import World
 
-__all__ = ["Agreement", "SharedFailure", "World", "alone", "failure_of", "world_of"]
+__all__ = ["Agreement"]
 
 _BEAT_S = 0.5
 _DEAD_S = 30.0  # a process that shows no sign of life for so long is gone (or for the group's timeout, if shorter)
 _FAREWELL_S = 2.0
 _POLL_S = 0.02
 _COMMIT = b"commit"
-
-
-@dataclass(frozen=True)
-class World:
-    """The ranks that take part.
-
-    Attributes:
-        index: This rank's place among them.
-        ranks: Their ranks in the default process group.
-        timeout_s: How long a rank may make no progress.
-    """
-
-    index: int = 0
-    ranks: tuple[int, ...] = (0,)
-    timeout_s: float = 600.0
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def rank(self) -> int:
-        return self.ranks[self.index]
-
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-
-def alone() -> World:
-    """A world of this rank only."""
-    return World(ranks=(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,))
-
-
-def world_of(model: nn.Module) -> World:
-    """The ranks over which a model is wrapped; for a plain model all ranks of the default group."""
-    groups = {g.ranks: g for m in model.modules() if (state := state_of(m)) is not None for g in [state.groups]}
-    if len(groups) > 1:
-        raise ConfigError(
-            "units of one model are wrapped over different ranks",
-            found=[list(ranks) for ranks in groups],
-            cure="save each part on its own",
-        )
-    for ranks, group in groups.items():
-        index = ranks.index(group.rank) if group.rank in ranks else 0
-        return World(index, ranks, group.timeout.total_seconds())
-    if not (dist.is_available() and dist.is_initialized()):
-        return World()
-    timeout_s = _timeout_of(dist.group.WORLD).total_seconds()
-    return World(dist.get_rank(), tuple(range(dist.get_world_size())), timeout_s)
 
 
 _stores: dict[int, tuple[Any, Any]] = {}
@@ -96,14 +43,6 @@ def _own_connection() -> tuple[int, Any]:
             ours = store  # this kind of store has no connections
         _stores[id(store)] = (store, ours)
     return id(store), _stores[id(store)][1]
-
-
-class SharedFailure(Exception):
-    """Carries the error that all ranks raise out of the place that noticed it."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 class Agreement:
@@ -380,20 +319,3 @@ class Agreement:
                     path=self.path,
                 )
             ) from problem
-
-
-def record_of(error: FSDPError) -> dict[str, Any]:
-    return {
-        "class": type(error).__name__,
-        "text": str(error),
-        **{name: getattr(error, name, None) for name in ("problem", "rank", "phase", "path", "errno", "parameter", "unit")},
-    }  # fmt: skip
-
-
-def failure_of(record: dict[str, Any]) -> FSDPError:
-    cls = getattr(errors, record["class"], CheckpointError)
-    error = cls(record["text"])
-    for name in ("problem", "rank", "phase", "path", "errno", "parameter", "unit"):
-        if record.get(name) is not None:
-            setattr(error, name, record[name])
-    return error

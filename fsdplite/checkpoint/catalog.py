@@ -16,7 +16,18 @@ from ..errors import CheckpointError, ConfigError
 from .manifest import MANIFEST, Manifest, decode, step_directory
 from .storage import FileSystem, file_system, read_all
 
-__all__ = ["CheckpointInfo", "clean", "latest_step", "list_checkpoints", "load_manifest", "publish", "retain", "root_path", "staging_directory", "find_step"]  # fmt: skip
+__all__ = [
+    "CheckpointInfo",
+    "clean",
+    "find_step",
+    "latest_step",
+    "list_checkpoints",
+    "load_manifest",
+    "publish",
+    "retain",
+    "root_path",
+    "staging_directory",
+]
 
 _PUBLISHED = re.compile(r"step-(0|[1-9][0-9]*)")
 # Directories that a save works in. Only names of exactly this form are ever removed.
@@ -47,7 +58,9 @@ def root_path(root: Any) -> str:
         path = os.fsdecode(path)
     if "://" in path:
         raise ConfigError(
-            "a checkpoint root is a directory", found=path, cure="mount the remote storage, or copy published steps there"
+            "a checkpoint root is a directory",
+            found=path,
+            cure="mount the remote storage, or copy published steps there",
         )
     return os.path.abspath(path)
 
@@ -103,7 +116,9 @@ def load_manifest(fs: FileSystem, path: str) -> Manifest:
         raw = read_all(fs, name)
     except OSError as problem:
         if problem.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise CheckpointError("there is no manifest here: not a published checkpoint", phase="read", path=name) from None
+            raise CheckpointError(
+                "there is no manifest here: not a published checkpoint", phase="read", path=name
+            ) from None
         raise
     return decode(raw, name)
 

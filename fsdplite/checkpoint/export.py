@@ -206,9 +206,7 @@ def _write_data(
                     write_exactly(fs, file, end[0], part)
                     end[0] += len(part)
 
-            request = Request(
-                spec.name, piece.offset * itemsize, (piece.offset + piece.count) * itemsize, take
-            )
+            request = Request(spec.name, piece.offset * itemsize, (piece.offset + piece.count) * itemsize, take)
             files[piece.file].read([request], buffer, refuse_damage)
 
 

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import CheckpointError, RankMismatchError
-from ..fsdp_unit import state_of
 from . import background, catalog, model_state
-from .agree import Agreement, World, alone, world_of
+from .agree import Agreement
 from .manifest import MANIFEST, Manifest, decode
 from .optimizer_load import OptimizerLoad
 from .read_model import Reading, refuse_unfilled
@@ -23,6 +22,7 @@ from .storage import FileSystem, file_system, read_all
 from .tensor_bytes import bytes_of, torch_dtype
 from .values import decode_value, unpack
 from .wanted import Differences, Target
+from .world import World, alone, is_wrapped, world_of
 
 __all__ = ["LoadReport", "load_checkpoint"]
 
@@ -78,9 +78,7 @@ def load_checkpoint(
 
     Memory: one block of 3 MiB, and the optimizer's new state while it still has an old one.
     """
-    is_wrapped = any(state_of(module) is not None for module in model.modules())
-    world = world_of(model) if is_wrapped else alone()
-    agreement = Agreement(world, "load_checkpoint")
+    agreement = Agreement(world_of(model) if is_wrapped(model) else alone(), "load_checkpoint")
     with agreement.open():
         background.settle()
         fs = file_system()

@@ -11,9 +11,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import CheckpointError, ConfigError
-from ..fsdp_unit import state_of
 from . import model_state
-from .agree import Agreement, alone, world_of
+from .agree import Agreement
 from .catalog import root_path
 from .dtypes import ITEMSIZE
 from .export import INDEX, SINGLE
@@ -23,6 +22,7 @@ from .model_state import ModelState
 from .read_model import Reading, refuse_unfilled
 from .storage import FileSystem, file_system, read_all
 from .wanted import Differences
+from .world import alone, is_wrapped, world_of
 
 __all__ = ["load_safetensors"]
 
@@ -49,8 +49,7 @@ def load_safetensors(model: nn.Module, folder: Any, *, rename: Rename = None, st
 
     Memory: one block of 3 MiB.
     """
-    is_wrapped = any(state_of(module) is not None for module in model.modules())
-    agreement = Agreement(world_of(model) if is_wrapped else alone(), "load_safetensors")
+    agreement = Agreement(world_of(model) if is_wrapped(model) else alone(), "load_safetensors")
     with agreement.open():
         agreement.phase = "find"
         fs = file_system()
@@ -82,7 +81,10 @@ def _find(fs: FileSystem, folder: str) -> tuple[str, list[str]]:
         absent = [name for name in wanted if name not in names]
         if absent:
             raise CheckpointError(
-                "the index lists files that are not here", found=absent[:5], phase="find", path=os.path.join(folder, absent[0])
+                "the index lists files that are not here",
+                found=absent[:5],
+                phase="find",
+                path=os.path.join(folder, absent[0]),
             )
         return folder, wanted
     if SINGLE in names:

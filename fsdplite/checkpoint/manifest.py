@@ -16,7 +16,20 @@ from typing import Any
 from ..errors import CheckpointError
 from .dtypes import ITEMSIZE
 
-__all__ = ["FORMAT", "MANIFEST", "FileRecord", "Manifest", "Piece", "Range", "TensorRecord", "decode", "encode", "intersect", "rank_file", "step_directory"]  # fmt: skip
+__all__ = [
+    "FORMAT",
+    "FileRecord",
+    "MANIFEST",
+    "Manifest",
+    "Piece",
+    "Range",
+    "TensorRecord",
+    "decode",
+    "encode",
+    "intersect",
+    "rank_file",
+    "step_directory",
+]
 
 FORMAT = "fsdplite-checkpoint"
 VERSION = 1
@@ -119,7 +132,9 @@ class Manifest:
             raise CheckpointError("the manifest does not list one file per rank", found=f"{len(self.files)} files")
         for name, tensor in self.tensors.items():
             if tensor.dtype not in ITEMSIZE or tensor.kind not in KINDS:
-                raise CheckpointError(f"tensor '{name}' has an unknown dtype or kind", found=(tensor.dtype, tensor.kind))
+                raise CheckpointError(
+                    f"tensor '{name}' has an unknown dtype or kind", found=(tensor.dtype, tensor.kind)
+                )
             end = 0
             for part in tensor.ranges:
                 if part.first != end or part.count < 1 or not 0 <= part.file < len(self.files):
@@ -226,9 +241,7 @@ def _read(body: dict[str, Any]) -> Manifest:
         mesh=tuple(body["mesh"]),
         run_id=body["run_id"],
         created=body["created"],
-        files=[
-            FileRecord(f["name"], f["size"], f["header_bytes"], int(f["header_crc32"], 16)) for f in body["files"]
-        ],
+        files=[FileRecord(f["name"], f["size"], f["header_bytes"], int(f["header_crc32"], 16)) for f in body["files"]],
         tensors={
             name: TensorRecord(t["dtype"], tuple(t["shape"]), t["kind"], tuple(Range(*part) for part in t["ranges"]))
             for name, t in body["tensors"].items()

@@ -236,6 +236,6 @@ def refuse_unfilled(state: ModelState, missing: list[str]) -> None:
         raise FSDPError(
             "tensors built on the meta device have no values after the load",
             found=", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else ""),
-            cure="give their module a reset_parameters() that fills them (non-persistent buffers are in no checkpoint), "
+            cure="give their module a reset_parameters() that fills them (no checkpoint holds non-persistent buffers), "
             "or build that module off the meta device",
         )

@@ -1,8 +1,8 @@
 """Safetensors headers: built before the data are there, and read without trust. Bytes only, no torch, no numpy.
 
 A rank file keeps the CRC-32 of every chunk of every tensor in its ``__metadata__``, as text of a width that is known
-from the shapes. So the data can be streamed first, behind room for a header that is written last, and one checksum of the header
-proves the whole file.
+from the shapes. So the data can be streamed first, behind room for a header that is written last, and one checksum of
+the header proves the whole file.
 """
 
 from __future__ import annotations
@@ -16,10 +16,20 @@ from ..errors import CheckpointError
 from .dtypes import ITEMSIZE
 from .storage import File, FileSystem, read_exactly
 
-__all__ = ["CHUNK_BYTES", "Header", "TensorSpec", "build_header", "chunk_checksums", "chunk_count", "lay_out", "parse_header", "read_header"]  # fmt: skip
+__all__ = [
+    "CHUNK_BYTES",
+    "Header",
+    "TensorSpec",
+    "build_header",
+    "chunk_checksums",
+    "chunk_count",
+    "lay_out",
+    "parse_header",
+    "read_header",
+]
 
-# To check part of a chunk all of it is read. A range touches at most two chunks it does not want whole: at 24 KiB that is
-# below 5% of a range of 1 MiB, and below 64 KiB for the smaller ones.
+# To check part of a chunk all of it is read. A range touches at most two chunks it does not want whole: at 24 KiB that
+# is below 5% of a range of 1 MiB, and below 64 KiB for the smaller ones.
 CHUNK_BYTES = 24 * 1024
 MAX_HEADER_BYTES = 100_000_000
 _ALIGNMENT = 64
@@ -81,7 +91,7 @@ def chunk_count(size_bytes: int) -> int:
 
 
 def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> list[TensorSpec]:
-    """Give (name, dtype, shape, numel) places: largest elements first, so that each is aligned and nothing is padded."""
+    """Give (name, dtype, shape, numel) places: largest elements first, so each is aligned and nothing is padded."""
     specs = []
     end = 0
     for name, dtype, shape, numel in sorted(tensors, key=lambda t: (-ITEMSIZE[t[1]], t[0])):

@@ -12,11 +12,13 @@ from torch import nn
 from ..errors import CheckpointError, ConfigError
 from . import background as background_saves
 from . import catalog, snapshot
-from .agree import Agreement, SharedFailure, World, failure_of, world_of
+from .agree import Agreement
 from .background import SaveHandle, Staging
+from .failure import SharedFailure, failure_of
 from .manifest import MANIFEST, FileRecord, Manifest, encode, rank_file, step_directory
 from .snapshot import Snapshot
 from .storage import FileSystem, file_system, write_exactly
+from .world import World, world_of
 from .writer import Part, Written, write_rank_file
 
 __all__ = ["save_checkpoint"]
@@ -103,9 +105,7 @@ class _Save:
         self._step: int = options["step"]
         self._keep: int | None = options["keep"]
         self._agreement.path = self.path
-        self._snapshot: Snapshot = snapshot.take(
-            model, optimizer, trainable_only=options["trainable_only"], **contents
-        )
+        self._snapshot: Snapshot = snapshot.take(model, optimizer, trainable_only=options["trainable_only"], **contents)
         self._structure = self._snapshot.structure({**options, "root": self._root, "optimizer": optimizer is not None})
         self._parts: list[Part] = self._snapshot.parts(self._world)
 

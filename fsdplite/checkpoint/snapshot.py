@@ -13,13 +13,13 @@ from torch import nn
 
 from ..errors import CheckpointError, RankMismatchError
 from . import model_state, optimizer_state
-from .agree import World
 from .manifest import Range, TensorRecord
 from .model_state import ModelState, ModelTensor
 from .optimizer_state import OptimizerState, state_name
 from .placement import written_ranges
 from .tensor_bytes import bytes_of, dtype_name, flat_view
 from .values import digest, encode_value, pack
+from .world import World
 from .writer import Part
 
 __all__ = ["Snapshot", "merge", "take"]
@@ -82,7 +82,9 @@ class Snapshot:
         for entry in self.saved:
             if entry.flat is not None:
                 members.setdefault(id(entry.flat), {})[entry.index] = entry
-        return [(flat, sorted(members[id(flat)]), members[id(flat)]) for flat in self.model.flats if id(flat) in members]
+        return [
+            (flat, sorted(members[id(flat)]), members[id(flat)]) for flat in self.model.flats if id(flat) in members
+        ]
 
     def _mesh_of(self, flat: Any) -> int:
         return next(i for i, groups in enumerate(self.meshes) if _mesh_key(groups) == _mesh_key(flat.groups))
@@ -164,9 +166,7 @@ def _mesh_key(groups: Any) -> tuple[int, int, int, int]:
     return id(groups.shard), groups.shard_size, id(groups.replicate), groups.replicate_size
 
 
-def take(
-    model: nn.Module, optimizer: Any, *, extra: Any, per_rank: Any, trainable_only: bool
-) -> Snapshot:
+def take(model: nn.Module, optimizer: Any, *, extra: Any, per_rank: Any, trainable_only: bool) -> Snapshot:
     """Look at everything that is to be saved. Local: no messages, nothing copied but ``extra`` and ``per_rank``."""
     state = model_state.collect(model)
     model_state.refuse_unready(state)
@@ -192,9 +192,7 @@ def take(
         extra_tensors=copies,
         per_rank=None if per_rank is None else pack(per_rank, "per_rank"),
         meshes=meshes,
-        coordinates=[
-            (g.shard_rank, dist.get_rank(g.replicate) if g.replicate is not None else 0) for g in meshes
-        ],
+        coordinates=[(g.shard_rank, dist.get_rank(g.replicate) if g.replicate is not None else 0) for g in meshes],
     )
 
 

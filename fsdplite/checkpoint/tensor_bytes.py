@@ -39,7 +39,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of any tensor of ours or the user's as one plain dimension; a copy only if they are not contiguous."""
+    """The elements of any tensor, of ours or the user's, in one plain dimension; copied only if not contiguous."""
     with engine_access(), torch.no_grad():
         return tensor.detach().as_subclass(torch.Tensor).reshape(-1)
 

@@ -132,9 +132,7 @@ def pack(value: Any, where: str) -> bytes:
     )
     header = build_header(specs, chunked=False)
     text = json.dumps(tree, allow_nan=False).encode()
-    return b"".join(
-        [len(text).to_bytes(8, "little"), text, header, *(bytes_of(flats[spec.name]) for spec in specs)]
-    )
+    return b"".join([len(text).to_bytes(8, "little"), text, header, *(bytes_of(flats[spec.name]) for spec in specs)])
 
 
 def unpack(data: bytes, path: str) -> Any:

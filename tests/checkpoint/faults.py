@@ -134,7 +134,7 @@ for _name in OPERATIONS:
 
 
 class Disk:
-    """What a power cut may leave: bytes written since a file's last flush, and names changed since their directory's."""
+    """What a power cut may take: bytes written since a file's last flush, names changed since their directory's."""
 
     def __init__(self) -> None:
         self._unflushed: dict[str, int] = {}  # path: bytes that are safe

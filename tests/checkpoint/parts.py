@@ -37,7 +37,9 @@ def take_steps(model: nn.Module, optimizer: Any, steps: range) -> None:
         optimizer.step()
 
 
-def fully(model: nn.Module, optimizer: Any = None, keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq")) -> dict[str, Tensor]:
+def fully(
+    model: nn.Module, optimizer: Any = None, keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+) -> dict[str, Tensor]:
     """Whole parameters, and moments under the names that a checkpoint gives them; every rank must call it."""
     found = dict(gather(model))
     for key in keys if optimizer is not None else ():
@@ -56,16 +58,16 @@ def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         )
 
 
-def save_and_read(root: str, model: nn.Module, optimizer: Any = None, *, step: int, **options: Any) -> dict[str, Tensor]:
+def save_and_read(
+    root: str, model: nn.Module, optimizer: Any = None, *, step: int, **options: Any
+) -> dict[str, Tensor]:
     """Save, let READER rebuild the checkpoint, and compare with the gathered live state."""
     live = fully(model, optimizer)
     handle = fsdp.save_checkpoint(root, model, optimizer, step=step, **options)
     handle.wait()
     stored = read(handle.path)
     buffers = {name for name, _ in model.named_buffers()}
-    same_bits(
-        {n: t for n, t in stored.items() if not n.startswith(("extra/", "per_rank/")) and n not in buffers}, live
-    )
+    same_bits({n: t for n, t in stored.items() if not n.startswith(("extra/", "per_rank/")) and n not in buffers}, live)
     assert fsdp.verify_checkpoint(handle.path).ok
     return live
 

@@ -21,7 +21,7 @@ def manifest_of(folder: Path | str) -> dict[str, Any]:
 
 
 def read(folder: Path | str) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, whole; asserts that its ranges tile it once and that no file holds anything else."""
+    """Every tensor of a checkpoint, whole. Its ranges must tile it once, and no file may hold anything else."""
     folder, manifest = Path(folder), manifest_of(folder)
     files = [safe_open(str(folder / record["name"]), "pt") for record in manifest["files"]]
     unread = [set(file.keys()) for file in files]

@@ -28,12 +28,22 @@ def saving(root, *needles, **options):
 
 
 def K15_extra(root, background):
-    return saving(root, "'t'", "rank 0", "rank 1", "per_rank", extra={"same": 1, "t": torch.tensor(here.rank)}, background=background)
+    return saving(
+        root,
+        "'t'",
+        "rank 0",
+        "rank 1",
+        "per_rank",
+        extra={"same": 1, "t": torch.tensor(here.rank)},
+        background=background,
+    )
 
 
 def K15_per_rank(root):
     model, optimizer = filled(1.0)
-    fsdp.save_checkpoint(root, model, optimizer, step=1, per_rank={"t": torch.tensor(here.rank)}, extra={"t": torch.tensor(4)})
+    fsdp.save_checkpoint(
+        root, model, optimizer, step=1, per_rank={"t": torch.tensor(here.rank)}, extra={"t": torch.tensor(4)}
+    )
     report = fsdp.load_checkpoint(root, model, optimizer)
     return report.per_rank["t"].item(), report.extra["t"].item()
 
@@ -57,7 +67,9 @@ def K36_state(root):
     model, optimizer = filled(1.0)
     if here.rank == 1:
         optimizer.state.clear()
-    return expect_loud(lambda: fsdp.save_checkpoint(root, model, optimizer, step=1), "'w'", "rank 0", "rank 1", "exp_avg")
+    return expect_loud(
+        lambda: fsdp.save_checkpoint(root, model, optimizer, step=1), "'w'", "rank 0", "rank 1", "exp_avg"
+    )
 
 
 def K36_arguments(root):
@@ -125,7 +137,9 @@ def test_state_is_not_expected_where_there_are_no_elements(tmp_path):
 
 def K69_body(root, background, world):
     model, optimizer = filled(1.0)
-    failing = FaultyFileSystem(Fault("fail", 1, errno.EIO), only=lambda name, path: name == "write_at" and "rank-" in path)
+    failing = FaultyFileSystem(
+        Fault("fail", 1, errno.EIO), only=lambda name, path: name == "write_at" and "rank-" in path
+    )
     fs = failing if here.rank == world - 1 else storage.FileSystem()
     with storage.using(fs):
         handle = None if not background else fsdp.save_checkpoint(root, model, optimizer, step=1, background=True)
@@ -171,10 +185,18 @@ def K70_body(root, kind, background):
     model, optimizer = filled(2.0)
     fault = Fault("count")
     if here.rank == 1:
-        fault = {"raise": Fault("fail", 1, errno.EACCES), "exit": Fault("crash_after", 2), "sleep": Fault("slow", 2, 60.0)}[kind]
+        fault = {
+            "raise": Fault("fail", 1, errno.EACCES),
+            "exit": Fault("crash_after", 2),
+            "sleep": Fault("slow", 2, 60.0),
+        }[kind]
     started = time.monotonic()
     with storage.using(FaultyFileSystem(fault, only=lambda name, path: "rank-1" in path)):
-        needles = {"raise": ("rank 1", "'write'", "errno 13", "rank-1-of-2"), "exit": ("rank 1", "phase"), "sleep": ("rank 1", "phase")}
+        needles = {
+            "raise": ("rank 1", "'write'", "errno 13", "rank-1-of-2"),
+            "exit": ("rank 1", "phase"),
+            "sleep": ("rank 1", "phase"),
+        }
         text = expect_loud(
             lambda: fsdp.save_checkpoint(root, model, optimizer, step=2, background=background).wait(), *needles[kind]
         )
@@ -201,7 +223,11 @@ def K70_load_body(root, kind):
     fsdp.save_checkpoint(root, model, optimizer, step=1)
     fault = Fault("count")
     if here.rank == 1:
-        fault = {"raise": Fault("fail", 1, errno.EACCES), "exit": Fault("crash_before", 1), "sleep": Fault("slow", 1, 60.0)}[kind]
+        fault = {
+            "raise": Fault("fail", 1, errno.EACCES),
+            "exit": Fault("crash_before", 1),
+            "sleep": Fault("slow", 1, 60.0),
+        }[kind]
     started = time.monotonic()
     with storage.using(FaultyFileSystem(fault, only=lambda name, path: "rank-1" in path)):
         text = expect_loud(lambda: fsdp.load_checkpoint(root, model, optimizer), "rank 1", "phase")

@@ -31,9 +31,7 @@ def K57_body(root, stage):
     extra = {"epoch": [1], "t": torch.tensor([5])}
     per_rank = {"pos": torch.tensor([7])}
     with storage.using(FaultyFileSystem(Fault("slow", 1, 0.4), only=lambda name, path: name == "create")):
-        handle = fsdp.save_checkpoint(
-            root, model, optimizer, step=1, extra=extra, per_rank=per_rank, background=True
-        )
+        handle = fsdp.save_checkpoint(root, model, optimizer, step=1, extra=extra, per_rank=per_rank, background=True)
         assert not handle.done and fsdp.latest_step(root) is None
         with torch.no_grad():
             model.w.add_(1)

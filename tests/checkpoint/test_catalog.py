@@ -82,7 +82,9 @@ def test_K81_missing_old_and_foreign_files(tmp_path, damage):
 
 def save_small(root):
     model, optimizer = filled(1.0, 40)
-    fsdp.save_checkpoint(root, model, optimizer, step=1, extra={"e": torch.arange(3), "n": 1}, per_rank={"r": here.rank})
+    fsdp.save_checkpoint(
+        root, model, optimizer, step=1, extra={"e": torch.arange(3), "n": 1}, per_rank={"r": here.rank}
+    )
 
 
 def load_damaged(root, *needles):
@@ -187,7 +189,9 @@ def test_K98_nothing_in_a_checkpoint_can_run(tmp_path):
         (folder / name).write_bytes(good)
     assert not marker.exists()
     model, _ = filled(0.0, 4, wrap=False)
-    expect_loud(lambda: fsdp.save_checkpoint(root, model, step=2, extra={"m": [1, Marker("x")]}), "extra['m'][1]", "Marker")
+    expect_loud(
+        lambda: fsdp.save_checkpoint(root, model, step=2, extra={"m": [1, Marker("x")]}), "extra['m'][1]", "Marker"
+    )
     expect_loud(lambda: fsdp.save_checkpoint(root, model, step=2, per_rank={"m": b"x"}), "per_rank['m']", "bytes")
     sources = os.path.join(os.path.dirname(fsdp.__file__), "checkpoint")
     for name in os.listdir(sources):

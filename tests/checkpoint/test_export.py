@@ -52,7 +52,11 @@ def save(tensors: dict[str, torch.Tensor]) -> bytes:
     header, data = {}, b""
     for name, t in tensors.items():
         raw = bytes(t.contiguous().reshape(-1).view(torch.uint8).tolist())
-        header[name] = {"dtype": names[t.dtype], "shape": list(t.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        header[name] = {
+            "dtype": names[t.dtype],
+            "shape": list(t.shape),
+            "data_offsets": [len(data), len(data) + len(raw)],
+        }
         data += raw
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
@@ -105,7 +109,9 @@ def test_K80_other_dtypes(tmp_path):
         fsdp.export_safetensors(tmp_path / "step-1", out, dtype=dtype)
         found = tensors_in(out)
         for name in ("i", "u", "t"):
-            assert torch.equal(found[name], getattr(expected, name)) and found[name].dtype == getattr(expected, name).dtype
+            assert (
+                torch.equal(found[name], getattr(expected, name)) and found[name].dtype == getattr(expected, name).dtype
+            )
         assert found["f8"].dtype == torch.float8_e4m3fn and found["f8"].float().item() == 1.5
         assert torch.equal(found["w"], expected.w.detach().to(dtype or torch.float32))
     expect_loud(lambda: fsdp.export_safetensors(tmp_path / "step-1", tmp_path / "x", dtype=torch.int64), "int64")
@@ -164,7 +170,10 @@ def test_several_files_and_an_index(tmp_path):
     out.mkdir()
     (out / "config.json").write_text("{}")
     paths = fsdp.export_safetensors(tmp_path / "step-1", out, max_shard_bytes=100)
-    assert [os.path.basename(p) for p in paths] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert [os.path.basename(p) for p in paths] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
     assert sorted(os.listdir(out)) == ["config.json", *map(os.path.basename, paths), "model.safetensors.index.json"]
     assert set(tensors_in(out)) == {"embed.weight", "mid.weight", "mid.bias"}
     expect_loud(lambda: fsdp.export_safetensors(tmp_path / "step-1", out), "finished export")
@@ -192,7 +201,11 @@ def test_K30_either_name_of_a_tied_weight(tmp_path):
     for name in ("embed.weight", "head.weight"):
         folder = tmp_path / name
         folder.mkdir()
-        tensors = {name: model.embed.weight.detach(), "mid.weight": model.mid.weight.detach(), "mid.bias": model.mid.bias.detach()}
+        tensors = {
+            name: model.embed.weight.detach(),
+            "mid.weight": model.mid.weight.detach(),
+            "mid.bias": model.mid.bias.detach(),
+        }
         (folder / "model.safetensors").write_bytes(save(tensors))
         run(2, import_tied, str(folder), True, name)
         plain_model = Tied()
@@ -209,7 +222,9 @@ def import_with_options(folder):
     fsdp.load_safetensors(model, folder, rename=lambda name: None if name == "drop" else names[name])
     found = gather(model)
     assert found["0.weight"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]] and found["0.bias"].tolist() == [1.0, 1.0]
-    expect_loud(lambda: fsdp.load_safetensors(model, folder, rename={"net.w": "0.weight", "net.b": "0.weight"}), "0.weight")
+    expect_loud(
+        lambda: fsdp.load_safetensors(model, folder, rename={"net.w": "0.weight", "net.b": "0.weight"}), "0.weight"
+    )
     low = fsdp.fsdp_wrap(nn.Sequential(nn.Linear(3, 2, dtype=torch.float16)))
     expect_loud(lambda: fsdp.load_safetensors(low, folder, rename=names, strict=False), "F32", "F16")
     return report.bytes_read
@@ -314,4 +329,3 @@ def test_sweep_of_an_export(tmp_path, shard_bytes, exists):
                 fsdp.export_safetensors(tmp_path / "step-1", out, max_shard_bytes=shard_bytes)
                 same_bits(tensors_in(out), {name: p.detach() for name, p in expected.items()})
                 assert not [name for name in os.listdir(out) if name.startswith(".")], where
-

@@ -63,7 +63,9 @@ def test_K85_rank_file_header(tmp_path):
 def test_checksums_are_of_the_chunks(tmp_path):
     path = tmp_path / "f.safetensors"
     long = torch.randn(20_000)
-    write_rank_file(FileSystem(), str(path), [Part("long", "F32", long), Part("b", "U8", torch.ones(2, dtype=torch.uint8))])
+    write_rank_file(
+        FileSystem(), str(path), [Part("long", "F32", long), Part("b", "U8", torch.ones(2, dtype=torch.uint8))]
+    )
     fs = FileSystem()
     file = fs.open(str(path))
     header = st.read_header(fs, file)
@@ -119,7 +121,9 @@ def small_manifest() -> contract.Manifest:
     return contract.Manifest(
         step=7, world_size=2, mesh=(1, 2), run_id="ab", created=1.5,
         files=[contract.FileRecord(contract.rank_file(r, 2), 100, 80, 0xDEADBEEF) for r in range(2)],
-        tensors={"w": contract.TensorRecord("F32", (5,), "sharded", (contract.Range(0, 0, 3), contract.Range(1, 3, 2)))},
+        tensors={
+            "w": contract.TensorRecord("F32", (5,), "sharded", (contract.Range(0, 0, 3), contract.Range(1, 3, 2))),
+        },
         aliases={"v": "w"}, extra={"a": 1}, optimizer=None,
     )  # fmt: skip
 
@@ -139,7 +143,9 @@ def test_manifest_round_trip_and_every_flipped_bit():
             contract.decode(raw[:cut], "m")
 
 
-@pytest.mark.parametrize("ranges", [[(0, 0, 3)], [(0, 0, 3), (1, 2, 3)], [(0, 0, 3), (0, 3, 2)], [(0, 0, 3), (2, 3, 2)], []])
+@pytest.mark.parametrize(
+    "ranges", [[(0, 0, 3)], [(0, 0, 3), (1, 2, 3)], [(0, 0, 3), (0, 3, 2)], [(0, 0, 3), (2, 3, 2)], []]
+)
 def test_ranges_that_do_not_tile_are_refused(ranges):
     manifest = small_manifest()
     manifest.tensors["w"] = contract.TensorRecord("F32", (5,), "sharded", tuple(contract.Range(*r) for r in ranges))
@@ -179,7 +185,7 @@ def test_every_element_is_written_once(shards, replicas, shapes):
 def test_values_round_trip():
     value = {
         "lr": 0.1, "betas": (0.9, (1, None)), "names": ["a", True], 3: {"__tuple__": 1}, "inf": [float("inf")],
-        "rng": torch.arange(5, dtype=torch.uint8), "scalar": torch.tensor(2.5, dtype=torch.bfloat16), "empty": torch.empty(0, 3),
+        "rng": torch.arange(5, dtype=torch.uint8), "scalar": torch.tensor(2.5).bfloat16(), "empty": torch.empty(0, 3),
     }  # fmt: skip
     tensors: dict = {}
     back = decode_value(json.loads(json.dumps(encode_value(value, "extra", tensors), allow_nan=False)), tensors)

@@ -203,7 +203,12 @@ def K95_body(root):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
     for strict in (True, False):
         text = expect_loud(
-            lambda: fsdp.load_checkpoint(root, model, optimizer, strict=strict), "c.weight", "d.weight", "BF16", "(7,)", "(4,)"
+            lambda: fsdp.load_checkpoint(root, model, optimizer, strict=strict),
+            "c.weight",
+            "d.weight",
+            "BF16",
+            "(7,)",
+            "(4,)",
         )
         assert ("b.weight" in text and "z.weight" in text) is strict
         assert all(set(plain(p).tolist()) <= {2.0} for p in model.parameters())

@@ -266,7 +266,9 @@ def load_on_mesh(root, saved, stage, shape):
     same_bits(gather(model), saved)
 
 
-@pytest.mark.parametrize("stage,shape,least", [(3, (2, 2), 2000), (0, None, 2000), (2, (2, 2), 2000), (0, (2, 2), 2000)])
+@pytest.mark.parametrize(
+    "stage,shape,least", [(3, (2, 2), 2000), (0, None, 2000), (2, (2, 2), 2000), (0, (2, 2), 2000)]
+)
 def test_K14_replicas_write_each_byte_once(tmp_path, stage, shape, least):
     saved = run(4, save_on_mesh, str(tmp_path), stage, shape)[0]
     folder = tmp_path / "step-1"

@@ -19,6 +19,7 @@ from tests.harness import all_gather_objects, here, run
 from .faults import Crash, Fault, FaultyFileSystem
 from .parts import filled, values_in
 
+
 @pytest.fixture
 def tmp_path(tmp_path):
     """In memory where that is a file system like any other: a sweep flushes thousands of times."""
