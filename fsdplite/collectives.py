@@ -28,13 +28,13 @@ class Pending:
 
     __slots__ = ("_groups", "_waiting", "_work", "failed")
 
-    def __init__(self, work: Any, groups: Groups, waiting: Waiting, on_device: bool) -> None:
+    def __init__(self, work: Any, groups: Groups, group: Any, waiting: Waiting, on_device: bool) -> None:
         self._work = work
         self._groups = groups
         self._waiting = waiting
         self.failed = False
         if on_device:
-            watch(work, groups, waiting)
+            watch(work, groups, group, waiting)
 
     def wait(self) -> None:
         """On CPU until it is done; on CUDA the current stream waits."""
@@ -58,14 +58,14 @@ class Pending:
                 self.failed = True
 
 
-def _start(groups: Groups, waiting: Waiting, tensor: torch.Tensor, call: Any) -> Pending:
+def _start(groups: Groups, group: Any, waiting: Waiting, tensor: torch.Tensor, call: Any) -> Pending:
     try:
         work = call()
     except RuntimeError as failure:
         if isinstance(failure, CollectiveError):
             raise
         raise diagnose(groups, waiting, failure) from failure
-    return Pending(work, groups, waiting, tensor.is_cuda)
+    return Pending(work, groups, group, waiting, tensor.is_cuda)
 
 
 def all_gather(full: torch.Tensor, shard: torch.Tensor, groups: Groups, waiting: Waiting) -> Pending:
@@ -74,7 +74,11 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, groups: Groups, waiting:
     if full.element_size() == 1 and full.dtype.is_floating_point:
         full, shard = full.view(torch.uint8), shard.view(torch.uint8)  # fp8 has no transport of its own
     return _start(
-        groups, waiting, full, lambda: getattr(dist, name)(full, shard, group=groups.shard, async_op=True)
+        groups,
+        groups.shard,
+        waiting,
+        full,
+        lambda: getattr(dist, name)(full, shard, group=groups.shard, async_op=True),
     )
 
 
@@ -82,6 +86,7 @@ def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, groups: Groups, wait
     """Sum ``full`` over the shard group; this rank's slot of the sum goes to ``shard``."""
     return _start(
         groups,
+        groups.shard,
         waiting,
         full,
         lambda: getattr(dist, _REDUCE_SCATTER)(
@@ -94,7 +99,7 @@ def all_reduce(
     tensor: torch.Tensor, group: Any, groups: Groups, waiting: Waiting, op: Any = dist.ReduceOp.SUM
 ) -> Pending:
     """Reduce ``tensor`` over ``group`` (one of ``groups``' own), in place."""
-    return _start(groups, waiting, tensor, lambda: dist.all_reduce(tensor, op=op, group=group, async_op=True))
+    return _start(groups, group, waiting, tensor, lambda: dist.all_reduce(tensor, op=op, group=group, async_op=True))
 
 
 def broadcast(tensor: torch.Tensor, groups: Groups, waiting: Waiting) -> None:
@@ -106,12 +111,22 @@ def broadcast(tensor: torch.Tensor, groups: Groups, waiting: Waiting) -> None:
     if tensor.dtype is torch.bool or (tensor.element_size() == 1 and tensor.dtype.is_floating_point):
         tensor = tensor.view(torch.uint8)
     _start(
-        groups, waiting, tensor, lambda: dist.broadcast(tensor, src=groups.ranks[0], group=groups.whole, async_op=True)
+        groups,
+        groups.whole,
+        waiting,
+        tensor,
+        lambda: dist.broadcast(tensor, src=groups.ranks[0], group=groups.whole, async_op=True),
     ).wait()
 
 
 def control_all_gather(row: torch.Tensor, groups: Groups, waiting: Waiting) -> list[torch.Tensor]:
     """Every rank's row of bytes over the control group, in rank order of the mesh. Blocks the host."""
     rows = [torch.empty_like(row) for _ in groups.ranks]
-    _start(groups, waiting, row, lambda: dist.all_gather(rows, row, group=groups.control, async_op=True)).wait()
+    _start(
+        groups,
+        groups.control,
+        waiting,
+        row,
+        lambda: dist.all_gather(rows, row, group=groups.control, async_op=True),
+    ).wait()
     return rows

@@ -227,9 +227,10 @@ class FlatParameter:
             return
         if self._pending is not None:
             self.wait_unsharded()
-        with self.gather_lane as lane:
-            lane.wait_for_compute()
-            self._storage.resize_(0)
+        # The memory goes back to the pool of the lane that allocated it, whose next writes come after what the
+        # computation has been given so far. (Not inside the lane: there the current stream is the lane itself.)
+        self.gather_lane.wait_for_compute()
+        self._storage.resize_(0)
         self.is_unsharded = False
         if events.active is not None:
             events.active.emit("reshard", self.unit_name, self.full_bytes)

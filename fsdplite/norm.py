@@ -45,7 +45,8 @@ def clip_grad_norm(root: UnitState, units: list[UnitState], max_norm: float, nor
                 entries.append((None, local_norm(parameter.grad, norm_type)))
                 gradients.append(parameter.grad)
         dtype = norm_dtype([flat.dtype for unit in units for flat in unit.flats if flat.trainable])
-        total = combine_norms(entries, norm_type, dtype, root.device)
+        device = next((flat.device for unit in units for flat in unit.flats), torch.device("cpu"))
+        total = combine_norms(entries, norm_type, dtype, device)
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             if gradient.dtype == scale.dtype:

@@ -244,8 +244,8 @@ class Schedule:
         self.announce(REDUCE, unit)
         for flat in unit.flats:
             gradient = flat.gradient
-            if gradient is None or not gradient.has_unreduced:
-                continue
+            if gradient is None or not any(leaf.requires_grad for leaf in flat.leaves):
+                continue  # all others are sent, zeros if need be: another rank may have gradients there
             if gradient.is_reducing or flat.stage.shards_gradients:
                 self.finish_reductions()  # at most one in flight beside the one that fills next
             gradient.start_reduce(self.agreement.waiting(unit, KINDS[REDUCE]))

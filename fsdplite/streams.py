@@ -46,10 +46,15 @@ class CudaLane(Lane):
         self._context.pop().__exit__(*exc)
 
     def wait_for_compute(self) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.stream.wait_stream(self._compute())
 
     def compute_waits(self) -> None:
-        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        self._compute().wait_stream(self.stream)
+
+    def _compute(self) -> torch.cuda.Stream:
+        current = torch.cuda.current_stream(self.device)
+        assert current != self.stream, "inside the lane the current stream is the lane: nothing would be ordered"
+        return current
 
 
 _IDLE = Lane()

@@ -286,10 +286,6 @@ class UnitState:
         with torch.no_grad():
             flat.gradient.accumulate(index, gradient.detach())
 
-    @property
-    def device(self) -> torch.device:
-        return self.flats[0].device if self.flats else torch.device("cpu")
-
     def count_trainable(self) -> None:
         """How many leaves complete this unit's backward; 0 if frozen weights may be needed after the last of them."""
         flags = [leaf.requires_grad for flat in self.flats for leaf in flat.leaves]

@@ -10,8 +10,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import weakref
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -86,43 +87,54 @@ def _exchange_notes(groups: Groups, text: str) -> dict[int, str]:
     return found
 
 
+@dataclass(frozen=True)
+class _Entry:
+    deadline: float
+    work: Any
+    groups: Groups
+    group: Any
+    waiting: Waiting
+
+
 class _Watchdog(threading.Thread):
-    """Watches device collectives, which cannot raise where the program waits for them."""
+    """Watches device collectives, which cannot raise where the program waits for them.
+
+    It holds the work itself: the program has waited, in its stream, long before the device is done. It reports at 0.8
+    of the timeout, because NCCL's own watchdog ends the process at the timeout.
+    """
 
     def __init__(self) -> None:
         super().__init__(name="fsdplite-watchdog", daemon=True)
         self._lock = threading.Lock()
-        self._pending: list[tuple[float, Any, Groups, Waiting]] = []
+        self._pending: deque[_Entry] = deque()
 
-    def add(self, work: Any, groups: Groups, waiting: Waiting) -> None:
-        deadline = time.monotonic() + groups.timeout.total_seconds()
+    def add(self, work: Any, groups: Groups, group: Any, waiting: Waiting) -> None:
+        deadline = time.monotonic() + 0.8 * groups.timeout.total_seconds()
         with self._lock:
-            self._pending.append((deadline, weakref.ref(work), groups, waiting))
+            while self._pending and self._pending[0].work.is_completed():
+                self._pending.popleft()
+            self._pending.append(_Entry(deadline, work, groups, group, waiting))
 
     def run(self) -> None:
         while True:
             time.sleep(1.0)
-            with self._lock:
-                alive = [entry for entry in self._pending if (work := entry[1]()) and not work.is_completed()]
-                self._pending = alive
             now = time.monotonic()
-            late = next((entry for entry in alive if entry[0] < now), None)
+            with self._lock:
+                late = next((e for e in self._pending if e.deadline < now and not e.work.is_completed()), None)
             if late is not None:
-                _, _, groups, waiting = late
-                print(diagnose(groups, waiting, "no completion on the device"), file=sys.stderr, flush=True)
-                groups.whole.abort()
+                error = diagnose(late.groups, late.waiting, "no completion on the device")
+                print(error, file=sys.stderr, flush=True)
+                late.group.abort()
                 return
 
 
 _watchdog: _Watchdog | None = None
 
 
-def watch(work: Any, groups: Groups, waiting: Waiting) -> None:
-    """Watch a collective on an accelerator (gloo needs none: its own wait raises)."""
+def watch(work: Any, groups: Groups, group: Any, waiting: Waiting) -> None:
+    """Watch a collective of ``group`` on an accelerator (gloo needs none: its own wait raises)."""
     global _watchdog
     if _watchdog is None or not _watchdog.is_alive():
         _watchdog = _Watchdog()
         _watchdog.start()
-    _watchdog.add(work, groups, waiting)
-
-
+    _watchdog.add(work, groups, group, waiting)

@@ -342,11 +342,11 @@ def _compute_device(plan: Partition, groups: Groups) -> torch.device:
 
 
 def _has_cuda(group: Any) -> bool:
+    """Whether the group communicates on the device; a plain gloo group takes CUDA tensors, but through the host."""
     try:
-        group._get_backend(torch.device("cuda"))
+        return group._get_backend(torch.device("cuda")).name() != "gloo"
     except RuntimeError:
         return False
-    return True
 
 
 def _describe(plan: Partition) -> list[str]:
