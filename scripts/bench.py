@@ -44,7 +44,7 @@ def options() -> argparse.Namespace:
     known = "; ".join(f"{name}: {case.title}" for name, case in CASES.items())
     add("--case", nargs="+", choices=CASES, default=list(CASES), help=f"what to run ({known})")
     add("--rounds", type=at_least_two, help="measured steps of each contender; default: as many as the case needs")
-    add("--quick", action="store_true", help="few rounds: about a minute, wide quartiles")
+    add("--quick", action="store_true", help="few rounds, and bytes of two contenders: about a minute")
     add("--measure", nargs="+", choices=("timing", "memory"), default=["timing", "memory"], help="which passes")
     add("--markdown", action="store_true", help="print Markdown instead of tables")
     add("--json", type=Path, metavar="PATH", help="also write everything that was measured")
@@ -66,8 +66,10 @@ def run_engine(args: argparse.Namespace) -> dict[str, Any]:
             if measure == "memory" and not case.has_peak:
                 continue
             print(f"{case.title}: {measure} ...", file=sys.stderr, flush=True)
-            entry[measure] = run_pass(name, measure, case.world_size, rounds, PASS_TIMEOUT_S)
-        found["cases"][name] = entry
+            found["cases"][name] = entry
+            entry[measure] = run_pass(name, measure, case.world_size, rounds, args.quick, PASS_TIMEOUT_S)
+            if args.json is not None:  # after every pass: a long run that is stopped has not been for nothing
+                args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return found
 
 
@@ -82,8 +84,6 @@ def main() -> int:
     except PassFailed as failure:
         print(f"scripts/bench.py: {failure}", file=sys.stderr)
         return 1
-    if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if args.markdown:
         print(as_markdown(found))
     else:

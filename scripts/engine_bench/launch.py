@@ -19,7 +19,7 @@ class PassFailed(RuntimeError):
     """A rank ended with an error, or the time was up."""
 
 
-def run_pass(case: str, measure: str, world_size: int, rounds: int, timeout_s: float) -> Any:
+def run_pass(case: str, measure: str, world_size: int, rounds: int, quick: bool, timeout_s: float) -> Any:
     """The JSON value that rank 0 of a pass writes.
 
     Raises:
@@ -35,6 +35,7 @@ def run_pass(case: str, measure: str, world_size: int, rounds: int, timeout_s: f
         output = Path(folder) / "found.json"
         command = [sys.executable, "-m", "engine_bench.worker", "--case", case, "--measure", measure]
         command += ["--rounds", str(rounds), "--rendezvous", str(Path(folder) / "rendezvous"), "--output", str(output)]
+        command += ["--quick"] if quick else []
         logs = [Path(folder) / f"rank-{rank}.txt" for rank in range(world_size)]
         ranks = []
         for rank, log in enumerate(logs):

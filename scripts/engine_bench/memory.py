@@ -7,6 +7,7 @@ operator has touched and that still exist, each at its present size (engines res
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -112,7 +113,8 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def step(self) -> Iterator[StepCount]:
-        """Count one step."""
+        """Count one step. What earlier ones left in reference cycles is not there any more."""
+        gc.collect()
         self.current = count = StepCount()
         self.sample()
         yield count

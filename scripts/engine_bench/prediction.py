@@ -89,18 +89,18 @@ def predict_peak_bytes(model: nn.Module, unwrapped: Counter[str], prefetch: int 
         "forward start": root.full + units[0].full,
         "forward end": root.full,
         "backward start": root.full,
-        "backward end": root.full + units[0].buffer + block_shards,
+        "backward end": root.full + block_shards,
         "update": all_shards,
     }
     for index, unit in enumerate(units):
         ahead = sum(other.full for other in units[index + 1 : index + 1 + prefetch])
         needed[f"forward {index}"] = root.full + unit.full + ahead
-        # Backward: gradient shards of what is done, and one reduction buffer. The buffer of the unit before is waited
-        # for when this unit's opens; gloo copies what it has reduced.
+        # Backward on the CPU: gradient shards of what is done, and either the reduction of the unit before, which gloo
+        # copies when it is waited for, or after that this unit's own buffer and what is gathered ahead.
         ahead = sum(other.full for other in units[max(0, index - prefetch) : index])
         done = sum(other.shard for other in units[index + 1 :])
         in_flight = 2 * units[index + 1].buffer if index + 1 < len(units) else 0
-        needed[f"backward {index}"] = root.full + unit.full + ahead + max(in_flight, unit.buffer) + done
+        needed[f"backward {index}"] = root.full + unit.full + max(in_flight, unit.buffer + ahead) + done
     peaks = [engine_bytes + unwrapped[phase] for phase, engine_bytes in needed.items()]
     peaks.append(root.full + 2 * root.buffer + all_shards)  # the last reduction, after all activations
     return 3 * all_shards + max(peaks)

@@ -33,8 +33,11 @@ def timing_pass(case: Case, rounds: int) -> dict[str, Any]:
     return measure(contenders, case, rounds, warm_up=3)
 
 
-def memory_pass(case: Case) -> dict[str, Any]:
-    """By precision and contender: peak, rest and collectives of each step; fsdplite's also as predicted."""
+def memory_pass(case: Case, quick: bool) -> dict[str, Any]:
+    """By precision and contender: peak, rest and collectives of each step; fsdplite's also as predicted.
+
+    A quick one leaves out all but fsdplite and what it is compared to.
+    """
     batch = case.make_batch(torch.Generator().manual_seed(1 + dist.get_rank()))
     update = measure_plain(case, "fp32", MEMORY_OPTIMIZER, batch)["update"] // case.world_size
     found: dict[str, Any] = {}
@@ -42,7 +45,7 @@ def memory_pass(case: Case) -> dict[str, Any]:
         unwrapped = measure_plain(case, precision, MEMORY_OPTIMIZER, batch)
         unwrapped["update"] = update
         found[precision] = {}
-        for name in names:
+        for name in names[:2] if quick else names:
             steps, predicted = _count_steps(name, case, precision, batch, unwrapped)
             found[precision][name] = {"steps": [_as_json(step) for step in steps], "predicted_peak_bytes": predicted}
     return found
@@ -77,6 +80,7 @@ def main() -> None:
     parser.add_argument("--measure", choices=("timing", "memory"), required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--rendezvous", required=True, help="a file that does not exist yet")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
@@ -88,7 +92,7 @@ def main() -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{args.rendezvous}", rank=args.rank, world_size=case.world_size
     )
-    found = timing_pass(case, args.rounds) if args.measure == "timing" else memory_pass(case)
+    found = timing_pass(case, args.rounds) if args.measure == "timing" else memory_pass(case, args.quick)
     if args.rank == 0:
         args.output.write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
