@@ -128,8 +128,9 @@ class Manifest:
 
     def validate(self) -> None:
         """Raise unless the ranges of every tensor tile it exactly once, in files that exist here."""
-        if len(self.files) != self.world_size:
-            raise CheckpointError("the manifest does not list one file per rank", found=f"{len(self.files)} files")
+        names = [file.name for file in self.files]
+        if self.world_size != len(names) or any(name != rank_file(i, len(names)) for i, name in enumerate(names)):
+            raise CheckpointError("the manifest does not list one file per rank", found=names[:8])
         for name, tensor in self.tensors.items():
             if tensor.dtype not in ITEMSIZE or tensor.kind not in KINDS:
                 raise CheckpointError(
@@ -226,7 +227,7 @@ def decode(raw: bytes, path: str) -> Manifest:
         return manifest
     except CheckpointError as problem:
         raise CheckpointError("the manifest is not valid", found=problem.problem, phase="read", path=path) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise CheckpointError("the manifest is not valid", found=repr(problem), phase="read", path=path) from None
 
 

@@ -14,6 +14,7 @@ from . import background as background_saves
 from . import catalog, snapshot
 from .agree import Agreement
 from .background import SaveHandle, Staging
+from .dtypes import ITEMSIZE
 from .failure import SharedFailure, failure_of
 from .manifest import MANIFEST, FileRecord, Manifest, encode, rank_file, step_directory
 from .snapshot import Snapshot
@@ -239,16 +240,19 @@ class _Save:
 
     def _check_files(self, staging: str, manifest: Manifest, written: list[Written]) -> list[FileRecord]:
         """Every rank has written what the manifest will say it has, and it is here."""
+        counts, sizes = [0] * len(written), [0] * len(written)
+        for tensor in manifest.tensors.values():
+            for part in tensor.ranges:
+                counts[part.file] += 1
+                sizes[part.file] += part.count * ITEMSIZE[tensor.dtype]
         records = []
         for rank, file in enumerate(written):
             name = rank_file(rank, self._world.size)
-            planned = [(t, part) for t in manifest.tensors.values() for part in t.ranges if part.file == rank]
-            numel_bytes = sum(part.count * t.size_bytes // t.numel for t, part in planned)
             path = os.path.join(staging, name)
-            if (file.tensor_count, file.data_bytes) != (len(planned), numel_bytes):
+            if (file.tensor_count, file.data_bytes) != (counts[rank], sizes[rank]):
                 raise CheckpointError(
                     f"rank {self._world.ranks[rank]} did not write what was planned",
-                    expected=f"{len(planned)} ranges of {numel_bytes} bytes",
+                    expected=f"{counts[rank]} ranges of {sizes[rank]} bytes",
                     found=f"{file.tensor_count} ranges of {file.data_bytes} bytes",
                     phase="check",
                     path=path,

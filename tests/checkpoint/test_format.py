@@ -153,6 +153,13 @@ def test_ranges_that_do_not_tile_are_refused(ranges):
         contract.encode(manifest)
 
 
+def test_a_manifest_names_no_other_files():
+    manifest = small_manifest()
+    manifest.files[1] = contract.FileRecord("../../secret.safetensors", 100, 80, 0)
+    with pytest.raises(CheckpointError, match="one file per rank"):
+        contract.encode(manifest)
+
+
 def test_intersect():
     tensor = small_manifest().tensors["w"]
     assert contract.intersect(tensor, 1, 4) == [contract.Piece(0, 1, 1, 2), contract.Piece(1, 0, 3, 1)]
