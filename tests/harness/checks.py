@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import types
@@ -93,7 +94,7 @@ def _assert_only_shards_live(model: nn.Module) -> None:
 
 def _reachable_tensors(model: nn.Module) -> list[Tensor]:
     """Tensors the model's objects hold; what user code stored as a plain attribute of a module is the user's."""
-    namespaces = {id(vars(module)) for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)}
+    namespaces = _namespaces(len(sys.modules))
     users = {id(value) for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)}
     found: list[Tensor] = []
     seen: set[int] = set()
@@ -109,6 +110,12 @@ def _reachable_tensors(model: nn.Module) -> list[Tensor]:
             continue
         queue += gc.get_referents(thing)
     return found
+
+
+@functools.lru_cache(maxsize=1)
+def _namespaces(_: int) -> frozenset[int]:
+    """Ids of all modules' namespaces, where the walk ends; computed again when another module was imported."""
+    return frozenset(id(vars(m)) for m in list(sys.modules.values()) if isinstance(m, types.ModuleType))
 
 
 def expect_loud(fn: Callable[[], Any], *needles: str) -> str:

@@ -7,7 +7,7 @@ times.
 
 from __future__ import annotations
 
-import io
+import ctypes
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -28,21 +28,52 @@ def plain(tensor: Tensor) -> Tensor:
         return tensor.detach().as_subclass(torch.Tensor).clone()
 
 
+_FRAME_BYTES = 8192  # most messages fit into one exchange of this size
+
+
 def all_gather_objects(value: Any) -> list[Any]:
     """Every rank's `value`, in rank order (torch's own version needs numpy)."""
+    return [pickle.loads(message) for message in _all_gather_bytes(pickle.dumps(value))]
+
+
+def _all_gather_bytes(message: bytes) -> list[bytes]:
     if here.world_size == 1:
-        return [value]
-    payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(here.world_size)]
-    _all_gather(sizes, torch.tensor([payload.numel()]), group=here.harness_group)
-    longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: payload.numel()] = payload
-    parts = [torch.empty_like(padded) for _ in sizes]
-    _all_gather(parts, padded, group=here.harness_group)
-    return [
-        pickle.load(io.BytesIO(bytes(part[: int(size)].tolist()))) for part, size in zip(parts, sizes, strict=True)
-    ]
+        return [message]
+    frames = _exchange(len(message).to_bytes(8, "little") + message[: _FRAME_BYTES - 8], _FRAME_BYTES)
+    sizes = [int.from_bytes(frame[:8], "little") for frame in frames]
+    if max(sizes) > _FRAME_BYTES - 8:  # known to all ranks alike
+        return [whole[:size] for whole, size in zip(_exchange(message, max(sizes)), sizes, strict=True)]
+    return [frame[8 : 8 + size] for frame, size in zip(frames, sizes, strict=True)]
+
+
+def _exchange(message: bytes, size: int) -> list[bytes]:
+    mine = torch.frombuffer(bytearray(message.ljust(size, b"\0")), dtype=torch.uint8)
+    parts = [torch.empty(size, dtype=torch.uint8) for _ in range(here.world_size)]
+    _all_gather(parts, mine, group=here.harness_group)
+    return [ctypes.string_at(part.data_ptr(), size) for part in parts]
+
+
+def _all_gather_tensors(tensors: dict[str, Tensor | None], notes: Any) -> list[tuple[dict[str, Tensor | None], Any]]:
+    """Every rank's tensors (as one vector of bytes: pickling many small ones is slow) and notes, in rank order."""
+    header = [(name, None) if t is None else (name, (t.dtype, t.shape)) for name, t in tensors.items()]
+    vectors = [t.reshape(-1).view(torch.uint8) for t in tensors.values() if t is not None]
+    data = torch.cat(vectors) if vectors else torch.empty(0, dtype=torch.uint8)
+    raw = ctypes.string_at(data.data_ptr(), data.numel()) if data.numel() else b""
+    gathered = []
+    for their_header, their_notes, their_raw in all_gather_objects((header, notes, raw)):
+        found: dict[str, Tensor | None] = {}
+        start = 0
+        for name, form in their_header:
+            if form is None:
+                found[name] = None
+                continue
+            dtype, shape = form
+            stop = start + shape.numel() * dtype.itemsize
+            flat = torch.frombuffer(bytearray(their_raw[start:stop]), dtype=dtype) if stop > start else None
+            found[name] = torch.empty(shape, dtype=dtype) if flat is None else flat.reshape(shape)
+            start = stop
+        gathered.append((found, their_notes))
+    return gathered
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
@@ -55,17 +86,20 @@ def gather_slices(model: nn.Module, slice_of: Callable[[str, nn.Parameter], Tens
 
     Asserts that replicas hold equal bits, and that None is None on every rank that owns elements.
     """
+    parameters = dict(model.named_parameters())
     local = {}
-    shapes = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         value = slice_of(name, parameter)
         local[name] = None if value is None else plain(value).cpu()
-        shapes[name] = full_shape(parameter)
-    by_rank = all_gather_objects(local)
-    assert all(list(part) == list(local) for part in by_rank), "ranks name other parameters"
-    owned = all_gather_objects({name: p.numel() for name, p in model.named_parameters()})
+    by_rank = _all_gather_tensors(local, {name: p.numel() for name, p in parameters.items()})
+    assert all(list(part) == list(local) for part, _ in by_rank), "ranks name other parameters"
     return {
-        name: _assemble(name, [part[name] for part in by_rank], [part[name] for part in owned], shapes[name])
+        name: _assemble(
+            name,
+            [part[name] for part, _ in by_rank],
+            [owned[name] for _, owned in by_rank],
+            full_shape(parameters[name]),
+        )
         for name in local
     }
 
