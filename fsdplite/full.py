@@ -18,7 +18,6 @@ from .collectives import all_gather, broadcast
 from .errors import ConfigError, FSDPError
 from .flat_param import FlatParameter, owner_of
 from .fsdp_unit import state_of
-from .gradient import pending_error
 from .parameter import ShardedParameter, engine_access, info_of, read_grad
 from .watchdog import Waiting
 
@@ -166,10 +165,8 @@ def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
     flat = info.flat
     if flat.gradient is None:
         return None
-    if flat.gradient.is_pending:
-        flat.gradient.drop_forgotten()
-        if flat.gradient.is_pending:
-            raise pending_error(flat)
+    flat.gradient.refuse_pending()
+    flat.unit.schedule.agreement.agree_on_extra("full_grad", flat.unit)
     with engine_access(), torch.no_grad():
         gradient = read_grad(flat.users[info.index])
         if gradient is None:

@@ -31,6 +31,10 @@ _OTHER_NORMS = {
 }  # fmt: skip
 
 
+# Still this rank's part of the gradient: its norm stays refused.
+_COPIES = {"detach", "clone", "to", "float", "double", "abs", "view", "reshape", "flatten", "contiguous"}
+
+
 class ShardedGrad(torch.Tensor):
     """This rank's slice of a reduced gradient. ``_fsdp_shard`` keeps the shard it is a view of alive.
 
@@ -58,7 +62,10 @@ class ShardedGrad(torch.Tensor):
         if name in ("zero_", "_foreach_zero_"):
             _forget_pending(args[0])
         with engine_access():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if name in _COPIES or (name == "__get__" and func.__self__.__name__ == "data"):
+                return _like(result, args[0])
+            return result
 
 
 class PendingGrad(ShardedGrad):
@@ -69,6 +76,9 @@ class PendingGrad(ShardedGrad):
         name = getattr(func, "__name__", "")
         if name in ("zero_", "_foreach_zero_"):
             _forget_pending(args[0])
+            if name == "_foreach_zero_":  # the list may hold reduced gradients too
+                with engine_access():
+                    func([gradient for gradient in args[0] if type(gradient) is not PendingGrad])
             return args[0]
         if name in ("__get__", "__set__") or name in ("requires_grad_", "detach_", "size", "numel", "dim"):
             with engine_access():
@@ -99,7 +109,9 @@ class PartialNorm(torch.Tensor):
             with engine_access():
                 plain = args[0].as_subclass(torch.Tensor)
             entries = [(source.groups if source else None, plain[i]) for i, source in enumerate(args[0]._fsdp_sources)]
-            dtypes = [source.dtype for source in args[0]._fsdp_sources if source]
+            flats = [source for source in args[0]._fsdp_sources if source]
+            flats[0].unit.schedule.agreement.agree_on_extra("gradient norm", flats[0].unit)
+            dtypes = [flat.dtype for flat in flats]
             return combine_norms(entries, float(ord_), norm_dtype(dtypes), plain.device)
         if name in ("dim", "ndimension", "size"):
             with engine_access():
@@ -112,6 +124,16 @@ def _as_partial(tensor: torch.Tensor, sources: Sequence[FlatParameter | None]) -
     partial = tensor.as_subclass(PartialNorm)
     partial._fsdp_sources = list(sources)
     return partial
+
+
+def _like(result: Any, gradient: Any) -> Any:
+    """A copy or view of all of a gradient keeps its class, but not its shard alive."""
+    if isinstance(gradient, ShardedGrad) and isinstance(result, torch.Tensor) and result.numel() == gradient.numel():
+        result = result.as_subclass(ShardedGrad)
+        result._fsdp_ref = gradient._fsdp_ref
+        result._fsdp_index = gradient._fsdp_index
+        result._fsdp_shard = None
+    return result
 
 
 def combine_norms(
@@ -181,8 +203,7 @@ def _partial_norm(args: tuple, kwargs: dict) -> torch.Tensor:
         with engine_access():
             return local_norm(gradient, ord_)
     flat = gradient._fsdp_flat
-    if isinstance(gradient, PendingGrad) or flat.gradient.is_pending:
-        raise pending_error(flat)
+    flat.gradient.refuse_pending()
     with engine_access():
         return _as_partial(local_norm(gradient.as_subclass(torch.Tensor), ord_), [flat])
 

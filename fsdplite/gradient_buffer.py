@@ -14,7 +14,7 @@ import torch
 
 from . import events
 from .collectives import Pending, all_reduce, reduce_scatter
-from .gradient import PendingGrad, ShardedGrad
+from .gradient import PendingGrad, ShardedGrad, pending_error
 from .parameter import engine_access, read_grad, write_grad
 from .streams import lane_for
 from .watchdog import Waiting
@@ -143,9 +143,20 @@ class GradientBuffer:
         if 1 not in self.filled:
             self.release()
 
+    def refuse_pending(self) -> None:
+        """Raise if a gradient waits for a synchronised backward (and ``zero_grad`` has not dropped it)."""
+        if self.is_pending:
+            self.drop_forgotten()
+        if self.is_pending:
+            raise pending_error(self._flat())
+
     def drop(self, index: int) -> None:
         """Drop the pending part of one parameter."""
         self.filled[index] = 0
+        user = self._flat().users[index]
+        with engine_access():
+            if type(read_grad(user)) is PendingGrad:
+                write_grad(user, None)
         if 1 not in self.filled:
             self.release()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .errors import ConfigError
-from .gradient import combine_norms, local_norm, norm_dtype, pending_error
+from .gradient import combine_norms, local_norm, norm_dtype
 from .parameter import engine_access
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def clip_grad_norm(root: UnitState, units: list[UnitState], max_norm: float, nor
     """See ``FSDPUnit.clip_grad_norm_``. Norms are taken in fp32; each gradient is scaled in its own dtype."""
     if math.isnan(norm_type) or norm_type <= 0:
         raise ConfigError("norm_type must be positive", expected="a number > 0, or inf", found=norm_type)
+    root.schedule.agreement.agree_on_extra("gradient norm", root)
     entries: list[tuple[Groups | None, torch.Tensor]] = []
     gradients: list[torch.Tensor] = []
     with engine_access(), torch.no_grad():
@@ -29,10 +30,7 @@ def clip_grad_norm(root: UnitState, units: list[UnitState], max_norm: float, nor
             for flat in unit.flats:
                 if flat.gradient is None:
                     continue
-                if flat.gradient.is_pending:
-                    flat.gradient.drop_forgotten()
-                    if flat.gradient.is_pending:
-                        raise pending_error(flat)
+                flat.gradient.refuse_pending()
                 parts = flat.gradient.bound_parts()
                 if not parts:
                     # This rank may hold nothing of what others do; it takes part with a norm of zero.

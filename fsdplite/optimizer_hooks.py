@@ -7,6 +7,7 @@ units whose shards changed know.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
@@ -39,6 +40,7 @@ def _sharded(optimizer: Any) -> list[torch.Tensor]:
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    _forget_dead_steps()
     sharded = _sharded(optimizer)
     if not sharded:
         return
@@ -71,8 +73,26 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         restore()
 
 
+def _forget_dead_steps() -> None:
+    """A step that raised never reached its post hook: undo what its pre hook did."""
+    while _stepping and not _is_running(_stepping[-1]):
+        _stepping.pop()
+    if not _stepping:
+        restore()
+
+
+def _is_running(optimizer: Any) -> bool:
+    """Whether torch's wrapper around this optimizer's ``step`` is on the stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and (args := frame.f_locals.get("args")) and args[0] is optimizer:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def restore() -> None:
-    """Back to the guarded classes; also at the next forward, where a step died of an exception."""
+    """Back to the guarded classes: after a step, and for a forward inside ``step(closure)``."""
     while _flipped:
         tensor = _flipped.pop()
         tensor.__class__ = ShardedParameter if type(tensor) is nn.Parameter else ShardedGrad
@@ -80,6 +100,8 @@ def restore() -> None:
 
 def flip_again() -> None:
     """After a forward and backward inside ``step(closure)``: the rest of the step sees plain tensors again."""
+    if _stepping:
+        _forget_dead_steps()
     if _stepping:
         _flip(_sharded(_stepping[-1]))
 
@@ -120,10 +142,8 @@ def _check_state(optimizer: Any, sharded: list[torch.Tensor]) -> None:
 def _check_gradients(sharded: list[torch.Tensor]) -> None:
     flats = {id(info.flat): info.flat for p in sharded if (info := info_of(p))}
     for flat in flats.values():
-        if flat.gradient is not None and flat.gradient.is_pending:
-            flat.gradient.drop_forgotten()
-            if flat.gradient.is_pending:
-                raise pending_error(flat)
+        if flat.gradient is not None:
+            flat.gradient.refuse_pending()
     with engine_access():
         for p in sharded:
             gradient = read_grad(p)

@@ -10,7 +10,6 @@ import torch
 from .control import OVERFLOW, exchange
 from .errors import ConfigError, GradientError, RankMismatchError
 from .groups import Groups
-from .gradient import PendingGrad, pending_error
 from .parameter import engine_access, info_of
 from .watchdog import Waiting
 
@@ -73,7 +72,7 @@ class LossScaler:
                 "unscale_() was called twice for this optimizer since the last update()",
                 cure="call it once per step",
             )
-        found = False
+        finite: dict[torch.device, list[torch.Tensor]] = {}
         groups: dict[int, Groups] = {}
         with engine_access(), torch.no_grad():
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -83,10 +82,14 @@ class LossScaler:
                 gradient = parameter.grad
                 if gradient is None:
                     continue
-                if type(gradient) is PendingGrad or (info is not None and info.flat.gradient.is_pending):
-                    raise pending_error(info.flat)
+                if info is not None and info.flat.gradient is not None:
+                    info.flat.gradient.refuse_pending()
+                    gradient = parameter.grad
+                    if gradient is None:
+                        continue
                 gradient.mul_(1.0 / self._scale)
-                found = found or not bool(torch.isfinite(gradient).all())
+                finite.setdefault(gradient.device, []).append(torch.isfinite(gradient).all())
+        found = any(not bool(torch.stack(flags).all()) for flags in finite.values())  # one wait per device
         for shared in groups.values():
             merged = exchange(shared, OVERFLOW, 0, bytes([found]), Waiting("", "agreement on overflow", 0))
             if merged is None:

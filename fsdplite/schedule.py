@@ -58,7 +58,7 @@ class Schedule:
         self.ignored = IgnoredGradients(self)
         self.unfilled: dict[str, Any] = {}  # names of tensors that came from meta and that nobody filled yet
         self.regroup: Any = None  # set by wrap: splits a frozen flat parameter when some of it is unfrozen
-        self._on_cpu = on_cpu  # no streams; and reading freed memory is a crash, so saved weights are guarded
+        self._on_cpu = on_cpu
         self._guarding = False
         self._clock = 0
         self._forward: Pass | None = None
@@ -109,7 +109,7 @@ class Schedule:
         with_grad = torch.is_grad_enabled()
         self._forward_key = ("forward", unit.index, with_grad)
         self._forward = self.order.start(self._forward_key)
-        if with_grad and self._on_cpu:
+        if with_grad:
             self._guarding = guard_saved_weights()
 
     def leave(self, unit: UnitState, is_recompute: bool, has_failed: bool) -> None:
