@@ -216,7 +216,7 @@ class Agreement:
             rank=rank,
             phase=self.phase,
             path=self.path,
-            cure=f"look at the output of rank {rank}; the checkpoints before this one are untouched",
+            cure=f"look at the output of rank {rank}. What is published is untouched: fsdplite.latest_step(root) names it",
         )
         raise SharedFailure(self._give_up(record_of(error)))
 
