@@ -216,7 +216,7 @@ class Agreement:
             rank=rank,
             phase=self.phase,
             path=self.path,
-            cure=f"look at the output of rank {rank}. What is published is untouched: fsdplite.latest_step(root) names it",
+            cure=f"look at the output of rank {rank}; what is published is untouched, see fsdplite.latest_step(root)",
         )
         raise SharedFailure(self._give_up(record_of(error)))
 

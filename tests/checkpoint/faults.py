@@ -137,60 +137,79 @@ class Disk:
     """What a power cut may take: bytes written since a file's last flush, names changed since their directory's."""
 
     def __init__(self) -> None:
-        self._unflushed: dict[str, int] = {}  # path: bytes that are safe
-        self._rewritten: dict[str, list[tuple[int, int]]] = {}
-        self._names: list[tuple[str, tuple]] = []  # operations on names, in order, not flushed
+        self._safe_bytes: dict[str, int] = {}  # of files that were never flushed
+        self._written: dict[str, list[tuple[int, int]]] = {}  # since the last flush
+        self._names: list[list[str]] = []  # operations on names that are not flushed, in order, with today's paths
 
     def note(self, name: str, args: tuple) -> None:
         if name == "create":
-            self._unflushed[args[0]] = 0
-            self._names.append((name, (args[0],)))
+            self._safe_bytes[args[0]] = 0
+            self._names.append([name, args[0]])
         elif name == "write_at":
-            self._rewritten.setdefault(args[0].path, []).append((args[1], len(args[2])))
+            self._written.setdefault(args[0].path, []).append((args[1], len(args[2])))
         elif name == "flush":
-            self._unflushed.pop(args[0].path, None)
-            self._rewritten.pop(args[0].path, None)
+            self._safe_bytes.pop(args[0].path, None)
+            self._written.pop(args[0].path, None)
         elif name in ("rename", "exchange"):
-            self._names.append((name, args))
-            for table in (self._unflushed, self._rewritten):
-                for path in list(table):
-                    if path.startswith(args[0] + "/"):
-                        table[args[1] + path[len(args[0]) :]] = table.pop(path)
+            moves = {args[0]: args[1]} if name == "rename" else {args[0]: args[1], args[1]: args[0]}
+            for table in (self._safe_bytes, self._written):
+                moved = {_moved(path, moves): value for path, value in table.items()}
+                table.clear()
+                table.update(moved)
+            for entry in self._names:
+                entry[1:] = [_moved(path, moves) for path in entry[1:]]
+            self._names.append([name, *args])
         elif name == "make_directory":
-            self._names.append((name, args))
+            self._names.append([name, args[0]])
         elif name == "flush_directory":
-            self._names = [(n, a) for n, a in self._names if os.path.dirname(a[0]) != args[0]]
+            self._names = [entry for entry in self._names if os.path.dirname(entry[1]) != args[0]]
 
     def cut(self, seed: int) -> None:
-        """Take back what was not flushed. Bytes first, then a suffix of the changes of names, by chance."""
+        """Take back what was not flushed: all of it (seed 0), the bytes alone (1), or by chance.
+
+        In each directory the changes of names since its flush are undone from the last one back to some point.
+        """
         chance = random.Random(seed)
-        for path, places in self._rewritten.items():
+        for path, places in self._written.items():
             if not os.path.exists(path):
                 continue
             data = bytearray(Path(path).read_bytes())
-            if path in self._unflushed and chance.random() < 0.5:
-                data = data[: self._unflushed[path]]
+            if path in self._safe_bytes and chance.random() < 0.5:
+                data = data[: self._safe_bytes[path]]
             else:
                 for offset, count in places:
                     data[offset : offset + count] = bytes(len(data[offset : offset + count]))
             Path(path).write_bytes(data)
-        undone = len(self._names) if seed == 0 else 0 if seed == 1 else chance.randint(0, len(self._names))
-        for name, args in reversed(self._names[len(self._names) - undone :]):
-            self._undo(name, args)
+        folders = dict.fromkeys(os.path.dirname(entry[1]) for entry in self._names)
+        undone = []
+        for folder in folders:
+            entries = [entry for entry in self._names if os.path.dirname(entry[1]) == folder]
+            count = len(entries) if seed == 0 else 0 if seed == 1 else chance.randint(0, len(entries))
+            undone += entries[len(entries) - count :]
+        undone.sort(key=lambda entry: (entry[0] == "create", self._names.index(entry)))
+        for entry in reversed(undone):  # files first: their paths are those of today
+            self._undo(*entry)
 
-    def _undo(self, name: str, args: tuple) -> None:
+    def _undo(self, name: str, path: str, other: str = "") -> None:
         fs = FileSystem()
         try:
             if name == "create":
-                fs.remove(args[0])
+                fs.remove(path)
             elif name == "make_directory":
-                for child in fs.list(args[0]):
-                    fs.remove(os.path.join(args[0], child))
-                fs.remove_directory(args[0])
+                for child in fs.list(path):
+                    fs.remove(os.path.join(path, child))
+                fs.remove_directory(path)
             elif name == "rename":
-                fs.rename(args[1], args[0])
+                fs.rename(other, path)
             elif name == "exchange":
-                fs.exchange(*args)
+                fs.exchange(path, other)
         except OSError as problem:
             if problem.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EISDIR, errno.EPERM):
                 raise
+
+
+def _moved(path: str, moves: dict[str, str]) -> str:
+    for old, new in moves.items():
+        if path.startswith(old + "/"):
+            return new + path[len(old) :]
+    return path

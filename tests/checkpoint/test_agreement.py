@@ -211,6 +211,7 @@ def test_K70_one_rank_fails_and_every_rank_hears(tmp_path, kind):
     texts = run(2, K70_body, str(tmp_path), kind, False, fresh=True, pg_timeout_s=5, absent=absent)
     if kind == "raise":
         assert texts[0] == texts[1]
+        assert os.listdir(tmp_path) == ["step-1"]  # where rank 0 can, it cleans up at once
     assert values_in(tmp_path / "step-1") == {1.0}
 
 

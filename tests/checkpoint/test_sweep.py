@@ -89,7 +89,7 @@ FAULTS = [
     Fault("short", 0, 0.4),
     Fault("lie", 0, 0.4),
     Fault("lie", 0, 0.0),
-    *(Fault("power_cut", 0, seed, mock=True) for seed in range(3)),
+    *(Fault("power_cut", 0, seed, mock=True) for seed in range(5)),
 ]
 
 
