@@ -35,7 +35,8 @@ class Agreement:
         Collective: one message on the control group.
         """
         waiting = self.waiting(unit, phase)
-        if exchange(unit.groups, USE, code, b"", waiting) is None:
+        number = self._schedule().order.number
+        if exchange(unit.groups, USE, code + (number << 40), b"", waiting) is None:
             self._report(unit.groups, waiting)
 
     def agree_on_extra(self, what: str, unit: UnitState) -> None:
@@ -56,7 +57,9 @@ class Agreement:
         schedule = self._schedule()
         groups = schedule.groups
         waiting = self.waiting(schedule.root, "order check at the end of backward")
-        merged = exchange(groups, ORDER, schedule.order.hash, used, waiting)
+        # Each rank divides its own shard, so a divisor that differs would show nowhere.
+        value = schedule.order.hash ^ hash(schedule.divide_factor or 0.0)
+        merged = exchange(groups, ORDER, value, used, waiting)
         if merged is None:
             self._report(groups, waiting)
         if events.active is not None and groups.control is not None:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from .parameter import RestingLeaf
+
 __all__ = ["Binding", "Location", "Replaced"]
 
 # Where a parameter is held: a module or its dict of parameters (or a weak reference to the module), and the key.
@@ -34,12 +36,14 @@ class Binding:
         self._places = [
             (_place_of(holder), key, index) for index, held in enumerate(locations) for holder, key in held
         ]
+        self._leaves: list[nn.Parameter] = []
         self._table: list[tuple[Any, str, nn.Parameter, nn.Parameter, int]] = []
         self.is_bound = False
         self._others: dict[int, nn.Parameter] = {}
 
     def connect(self, users: Sequence[nn.Parameter], leaves: Sequence[nn.Parameter]) -> None:
         """Build the table once: place, key, what rests there, what stands in for it."""
+        self._leaves = list(leaves)
         self._table = [(place, key, users[i], leaves[i], i) for place, key, i in self._places]
 
     def bind_full(self) -> None:
@@ -57,12 +61,16 @@ class Binding:
                 self._put_users()
                 raise Replaced(index, found)
             place[key] = leaf
+        for leaf in self._leaves:
+            leaf.__class__ = nn.Parameter
         self.is_bound = True
 
     def bind_users(self) -> None:
         """Modules hold the users' parameters again."""
         if self.is_bound:
             self._put_users()
+            for leaf in self._leaves:
+                leaf.__class__ = RestingLeaf
             self.is_bound = False
 
     def _put_users(self) -> None:

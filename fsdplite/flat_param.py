@@ -165,6 +165,8 @@ class FlatParameter:
             ref = weakref.ref(self)
             for index, leaf in enumerate(self.leaves):
                 leaf.register_post_accumulate_grad_hook(_leaf_hook(ref, index))
+        for index, leaf in enumerate(self.leaves):
+            leaf._fsdp_info = ParameterInfo(self, index)
         self.binding.connect(self.users, self.leaves)
 
     def __del__(self) -> None:
@@ -412,8 +414,6 @@ class FlatParameter:
             with engine_access():
                 leaf.requires_grad_(twin.requires_grad)
         copy.gradient = GradientBuffer(copy) if copy.trainable else None
-        if copy.gradient is not None and self.gradient is not None:
-            copy.gradient.copy_from(self.gradient)
         return copy
 
     def locate(self, original: FlatParameter, memo: dict) -> None:

@@ -214,14 +214,17 @@ def full_state_dict(
             del whole
     result: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
+        if not keeps:
+            break
         if not isinstance(value, torch.Tensor):
+            result[name] = value  # a module's extra state
             continue
         info = info_of(value)
         if info is not None and (id(info.flat), info.index) in values:
             result[name] = values[id(info.flat), info.index]
         elif info is None:
             result[name] = _to_host(value.detach(), dtype)
-    return result if keeps else {}
+    return result
 
 
 def _to_host(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from .collectives import all_reduce
-from .errors import GradientError
+from .errors import ConfigError, GradientError
 from .groups import Groups
-from .parameter import engine_access
+from .parameter import engine_access, read_grad
 from .watchdog import Waiting
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class ShardedGrad(torch.Tensor):
             ord_ = args[1] if len(args) > 1 else kwargs.get("ord", 2)
             return [_partial_norm((tensor, ord_), {}) for tensor in args[0]]
         if name in _OTHER_NORMS:
-            raise _norm_error(_first_sharded(args), name)
+            raise _norm_error(_first_sharded((*args, *kwargs.values())), name)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             raise _scaler_error(_first_sharded(args))
         if name in ("zero_", "_foreach_zero_"):
@@ -197,8 +197,10 @@ def pending_error(flat: FlatParameter) -> GradientError:
 
 
 def _partial_norm(args: tuple, kwargs: dict) -> torch.Tensor:
-    gradient = args[0]
+    gradient = args[0] if args else kwargs["x"]
     ord_ = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    if ord_ <= 0:
+        raise ConfigError("the norm of a sharded gradient has a positive order", expected="> 0, or inf", found=ord_)
     if not isinstance(gradient, ShardedGrad):
         with engine_access():
             return local_norm(gradient, ord_)
@@ -210,8 +212,13 @@ def _partial_norm(args: tuple, kwargs: dict) -> torch.Tensor:
 
 def _forget_pending(target: Any) -> None:
     for gradient in target if isinstance(target, (list, tuple)) else (target,):
-        if isinstance(gradient, ShardedGrad):
-            gradient._fsdp_flat.gradient.drop(gradient._fsdp_index)
+        flat = gradient._fsdp_flat if isinstance(gradient, ShardedGrad) else None
+        if flat is None or flat.gradient is None:
+            continue
+        with engine_access():
+            is_own = read_grad(flat.users[gradient._fsdp_index]) is gradient  # and not a copy somebody keeps
+        if is_own:
+            flat.gradient.drop(gradient._fsdp_index)
 
 
 def _first_sharded(args: Any) -> Any:

@@ -107,9 +107,7 @@ class GradientBuffer:
         gradient comes at the end of backward. Returns False when the buffer is open for this gradient.
         """
         flat = self._flat()
-        if self.is_pending and not self._is_resumed:
-            self._is_resumed = True
-            self.drop_forgotten()
+        self.resume()
         if self._reducing is not None or (flat.stage.shards_gradients and not self._allocated):
             self._early_numel += gradient.numel()
             is_first = not self.filled[index] and not gradient.is_sparse and self._reducing is None
@@ -133,6 +131,12 @@ class GradientBuffer:
                 self._views[index].copy_(gradient)
         self._early.clear()
         self._is_open = True
+
+    def resume(self) -> None:
+        """A backward begins to add to what an unsynchronised one left, unless ``zero_grad`` came in between."""
+        if self.is_pending and not self._is_resumed:
+            self._is_resumed = True
+            self.drop_forgotten()
 
     def drop_forgotten(self) -> None:
         """``zero_grad()`` after an unsynchronised backward set ``.grad`` to None: what was pending goes too."""
@@ -313,7 +317,7 @@ class GradientBuffer:
         flat = self._flat()
         gradients = [g for user in flat.users if (g := read_grad(user)) is not None]
         shard = self._shard()
-        if shard is not None and all(getattr(g, "_fsdp_shard", None) is shard for g in gradients):
+        if shard is not None and gradients and all(getattr(g, "_fsdp_shard", None) is shard for g in gradients):
             dropped = len(gradients) != len(flat.users)
             if not dropped:
                 return [shard.tensor]
@@ -344,15 +348,6 @@ class GradientBuffer:
         self._result = None
         self.used = bytearray(len(self.used))
         self.release()
-
-    def copy_from(self, other: GradientBuffer) -> None:
-        """Give a deep-copied flat parameter copies of the gradients its original has."""
-        source, flat = other._flat(), self._flat()
-        with engine_access():
-            for index, (user, twin) in enumerate(zip(source.users, flat.users)):
-                gradient = read_grad(user)
-                if gradient is not None and type(gradient) is not PendingGrad:
-                    flat.set_user_gradient(index, gradient.as_subclass(torch.Tensor).clone())
 
 
 def _chunks(flat: FlatParameter) -> tuple[list[int], list[int]]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from .errors import ConfigError
 from .stage import Stage
 
-__all__ = ["Groups", "init_distributed", "resolve_groups"]
+__all__ = ["Groups", "init_distributed", "next_number", "resolve_groups"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=10)
 
@@ -145,6 +145,18 @@ def resolve_groups(mesh: Any, stage: Stage) -> Groups:
 def _unless_alone(group: Any) -> tuple[Any, int]:
     size = 1 if group is None else dist.get_world_size(group)
     return (group, size) if size > 1 else (None, 1)
+
+
+_numbers: dict[tuple[int, ...], int] = {}
+
+
+def next_number(groups: Groups) -> int:
+    """A number for a new model, the same on every rank: wrapping and copying are done by all ranks of a mesh alike.
+
+    It is part of what ranks compare, so that two models of equal structure are not taken for each other.
+    """
+    _numbers[groups.ranks] = number = _numbers.get(groups.ranks, 0) + 1
+    return number
 
 
 # Groups made here, by their ranks; they belong to the default group that was there when they were made.

@@ -92,7 +92,7 @@ class IgnoredGradients:
             if groups.whole is not None:
                 all_reduce(
                     total,
-                    groups.whole,
+                    groups.control if total.device.type == "cpu" else groups.whole,  # NCCL takes no CPU tensors
                     groups,
                     Waiting(self.names[index], "all-reduce of an ignored parameter's gradient", schedule.step),
                 ).wait()

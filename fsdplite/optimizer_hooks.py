@@ -82,12 +82,12 @@ def _forget_dead_steps() -> None:
 
 
 def _is_running(optimizer: Any) -> bool:
-    """Whether torch's wrapper around this optimizer's ``step`` is on the stack."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "wrapper" and (args := frame.f_locals.get("args")) and args[0] is optimizer:
-            return True
-        frame = frame.f_back
+    """Whether torch's wrapper around this optimizer's ``step`` is on a stack (backward may run on another thread)."""
+    for frame in sys._current_frames().values():
+        while frame is not None:
+            if frame.f_code.co_name == "wrapper" and (args := frame.f_locals.get("args")) and args[0] is optimizer:
+                return True
+            frame = frame.f_back
     return False
 
 

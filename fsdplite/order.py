@@ -48,9 +48,10 @@ class Pass:
 class Order:
     """The passes of one model, by kind, and a hash over everything since the last comparison."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number  # of the model: the same on all ranks, another for every model
         self._last: dict[Hashable, list[int]] = {}
-        self.hash = 0
+        self.hash = number
         self.recent: deque[int] = deque(maxlen=4096)  # for the report when hashes differ
 
     @staticmethod
@@ -72,7 +73,7 @@ class Order:
         self.recent.append(code)
 
     def restart_hash(self) -> None:
-        self.hash = 0
+        self.hash = self.number
         self.recent.clear()
 
     def forget(self) -> None:

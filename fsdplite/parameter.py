@@ -20,7 +20,7 @@ from .errors import ShardedAccessError
 if TYPE_CHECKING:
     from .flat_param import FlatParameter
 
-__all__ = ["LocalSlice", "ParameterInfo", "ShardedParameter", "as_local_slice", "engine_access", "info_of", "read_grad", "write_grad"]
+__all__ = ["LocalSlice", "ParameterInfo", "RestingLeaf", "ShardedParameter", "as_local_slice", "engine_access", "info_of", "read_grad", "write_grad"]
 
 # Plain access to .grad, past the property below; to be used under engine_access().
 read_grad = torch._C.TensorBase.grad.__get__
@@ -44,6 +44,10 @@ class ParameterInfo:
     @property
     def full_shape(self) -> torch.Size:
         return torch.Size(self.flat.layout.slots[self.index].shape)
+
+    @property
+    def local_range(self) -> tuple[int, int]:
+        return self.flat.layout.local_range(self.index, self.flat.groups.shard_rank)
 
 
 def info_of(parameter: torch.Tensor) -> ParameterInfo | None:
@@ -234,6 +238,34 @@ def _is_initialiser(frame: types.FrameType) -> bool:
     return frame.f_globals.get("__name__") == "torch.nn.init"
 
 
+class RestingLeaf(nn.Parameter):
+    """A full-size leaf while its unit does not compute: somebody kept it past the forward; its memory may be gone."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = getattr(func, "__name__", "")
+        with engine_access():
+            if name in _METADATA - {"data_ptr", "untyped_storage"} or (
+                name in ("__get__", "__set__") and func.__self__.__name__ not in ("data", *_UNREADABLE_PROPERTIES)
+            ):
+                return func(*args, **(kwargs or {}))
+        leaf = next(_instances_in((args, kwargs or {}), RestingLeaf))
+        info: ParameterInfo = leaf.__dict__["_fsdp_info"]
+        raise ShardedAccessError(
+            f"the full weight '{info.name}' was kept past its unit's forward and used by {name or 'an operation'}",
+            unit=info.flat.unit_name,
+            parameter=info.name,
+            rank=info.flat.groups.rank,
+            cure="keep a copy (weight.detach().clone()), or open `with fsdp.full_params(module):` where it is used",
+        )
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"RestingLeaf({self.__dict__['_fsdp_info'].name!r})"
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        raise ShardedAccessError("a full weight kept past its unit's forward cannot be pickled or copied")
+
+
 def _is_foreach_update(name: str) -> bool:
     return name.startswith(("_foreach_", "_fused_")) and name.endswith("_")
 
@@ -265,14 +297,18 @@ def _refusal(parameter: torch.Tensor, call: str) -> ShardedAccessError:
 
 
 def _sharded_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, ShardedParameter):
+    return _instances_in(value, ShardedParameter)
+
+
+def _instances_in(value: Any, cls: type) -> Iterator[torch.Tensor]:
+    if isinstance(value, cls):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _sharded_in(item)
+            yield from _instances_in(item, cls)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _sharded_in(item)
+            yield from _instances_in(item, cls)
 
 
 def _property(func: Any, access: str, args: tuple) -> Any:
@@ -330,15 +366,24 @@ def _cast(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     )
 
 
+def _matches(operand: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether an operand of an element-wise update is a scalar, or the same slice of a tensor of the same shape."""
+    if torch.Tensor.dim(operand) == 0 and info_of(operand) is None:
+        return True
+    if torch.Tensor.size(operand) != torch.Tensor.size(target):
+        return False
+    own, other = info_of(target), info_of(operand)
+    return own is None or other is None or (own.full_shape, own.local_range) == (other.full_shape, other.local_range)
+
+
 def _update(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     """An element-wise update in place: right on slices, if every operand is a slice or a scalar."""
     target = args[0] if args else next(_sharded_in(kwargs))  # initialisers pass theirs by keyword
     targets = list(target) if isinstance(target, (list, tuple)) else [target]
     if not name.startswith("_"):
         for operand in (*args[1:], *(v for v in kwargs.values() if v is not target)):
-            if isinstance(operand, torch.Tensor) and operand.dim() > 0 and operand.shape != torch.Tensor.size(target):
-                owner = next(_sharded_in((args, kwargs)))
-                raise _refusal(owner, name)
+            if isinstance(operand, torch.Tensor) and not _matches(operand, target):
+                raise _refusal(next(_sharded_in((args, kwargs))), name)
     result = func(*args, **kwargs)
     for tensor in targets:
         if isinstance(tensor, ShardedParameter):

@@ -8,7 +8,7 @@ call that had stopped before the unit's call started (``open``), and the end of 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,14 +16,13 @@ from . import events, optimizer_hooks
 from .agreement import Agreement
 from .errors import FSDPError
 from .flat_param import FlatParameter
+from .groups import Groups, next_number
 from .ignored import IgnoredGradients
 from .order import BACKWARD, KINDS, REDUCE, Order, Pass
 from .parameter import engine_access
 from .saved_weights import guard_saved_weights, stop_guarding
 from .unit import Call, UnitState
 
-if TYPE_CHECKING:
-    from .groups import Groups
 
 __all__ = ["Schedule"]
 
@@ -43,10 +42,10 @@ class Schedule:
         step: Number of backwards finished, for messages.
     """
 
-    def __init__(self, root: UnitState, on_cpu: bool) -> None:
+    def __init__(self, root: UnitState, number: int, on_cpu: bool) -> None:
         self.units: list[UnitState] = []
         self.root = root
-        self.order = Order()
+        self.order = Order(number)
         self.agreement = Agreement(self)
         self.resident: dict[UnitState, None] = {}
         self.open_calls: list[Call] = []
@@ -200,7 +199,7 @@ class Schedule:
         torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(self))
 
     def _backward_key(self) -> Any:
-        return ("backward", self.root.requires_sync)
+        return ("backward", tuple(unit.index for unit in self.units if not unit.requires_sync))
 
     def open(self, call: Call) -> None:
         """Backward reaches the outputs of a call: close what is over, gather, prefetch."""
@@ -244,7 +243,7 @@ class Schedule:
         self.announce(REDUCE, unit)
         for flat in unit.flats:
             gradient = flat.gradient
-            if gradient is None or not any(leaf.requires_grad for leaf in flat.leaves):
+            if gradient is None or not (gradient.has_unreduced or any(leaf.requires_grad for leaf in flat.leaves)):
                 continue  # all others are sent, zeros if need be: another rank may have gradients there
             if gradient.is_reducing or flat.stage.shards_gradients:
                 self.finish_reductions()  # at most one in flight beside the one that fills next
@@ -279,10 +278,14 @@ class Schedule:
             call.unit.open_calls = 0
             call.unit.finish_call(call)
         self.open_calls.clear()
+        for unit in self.units:
+            for flat in unit.flats:
+                if flat.gradient is not None:
+                    flat.gradient.resume()  # what zero_grad dropped must not be sent
         for unit in reversed(self.units):
             if unit.requires_sync and unit.has_unreduced:
                 self._reduce(unit)
-        if self.root.requires_sync:
+        if any(unit.requires_sync for unit in self.units):
             flats = [flat for unit in self.units for flat in unit.flats if flat.trainable]
             used = bytearray().join(flat.gradient.used for flat in flats) + self.ignored.used()
             used = self.agreement.compare(used)
@@ -373,7 +376,7 @@ class Schedule:
     # ------------------------------------------------------------------ copies
 
     def __deepcopy__(self, memo: dict) -> Schedule:
-        twin = Schedule(None, self._on_cpu)
+        twin = Schedule(None, next_number(self.groups), self._on_cpu)
         memo[id(self)] = twin
         twin.divide_factor = self.divide_factor
         twin.regroup = self.regroup

@@ -155,6 +155,8 @@ class UnitState:
                 flat.check_unwritten()
             expects_backward = self._prepare_backward(call, output)
         except BaseException:
+            for flat in self.flats:
+                flat.settle()
             self._leave(call, is_recompute, keep=False)
             # In recomputation, an exception is how non-reentrant checkpointing stops early.
             schedule.leave(self, is_recompute, has_failed=not is_recompute)

@@ -21,7 +21,7 @@ from .dynamo import hide_from_dynamo
 from .errors import ConfigError, PolicyError, RankMismatchError, UnknownOptionError
 from .flat_param import FlatParameter, FlatSpec
 from .fsdp_unit import become_unit, state_of
-from .groups import Groups, resolve_groups
+from .groups import Groups, next_number, resolve_groups
 from .low_precision import keep_in_fp32, kept_modules
 from .materialize import Materializer, refuse_gradients, warn_low_precision
 from .modules import user_name
@@ -224,7 +224,8 @@ class _Wrapping:
         is_first = self.groups.rank == self.groups.ranks[0]
         flags = bytes(int(is_first and not meta) for meta in here)
         waiting = Waiting("", "exchange of which tensors rank 0 holds", 0)
-        flags = exchange(self.groups, FLAGS, 0, flags, waiting) or b""
+        flags = exchange(self.groups, FLAGS, 0, flags, waiting)
+        assert flags is not None, "ranks agreed on the model and now mean different things"
         materializer = Materializer(
             owners,
             self.groups,
@@ -243,7 +244,7 @@ class _Wrapping:
         return materializer
 
     def _schedule(self, states: list[tuple[UnitSpec, UnitState]]) -> Schedule:
-        schedule = Schedule(states[0][1], on_cpu=self.device.type == "cpu")
+        schedule = Schedule(states[0][1], next_number(self.groups), on_cpu=self.device.type == "cpu")
         schedule.regroup = split_frozen
         by_module = {id(spec.module): state for spec, state in states}
         nested = {id(m): name for name, m in self.plan.nested}
