@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import CheckpointError, ConfigError
 from .manifest import MANIFEST, Manifest, decode, step_directory
-from .storage import FileSystem, file_system, read_all
+from .storage import FileSystem, file_system, is_url, read_all
 
 __all__ = [
     "CheckpointInfo",
@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 _PUBLISHED = re.compile(r"step-(0|[1-9][0-9]*)")
+_RANK_FILE = re.compile(r"rank-[0-9]+-of-[0-9]+\.safetensors")
 # Directories that a save works in. Only names of exactly this form are ever removed.
 _WORKING = re.compile(r"\.step-(0|[1-9][0-9]*)\.[0-9a-f]{16}\.(saving|replaced|removing)")
 
@@ -52,16 +53,12 @@ class CheckpointInfo:
 
 
 def root_path(root: Any) -> str:
-    """``root`` as an absolute path."""
+    """``root`` as an absolute path, or as the URL it is."""
     path = os.fspath(root)
     if isinstance(path, bytes):
         path = os.fsdecode(path)
-    if "://" in path:
-        raise ConfigError(
-            "a checkpoint root is a directory",
-            found=path,
-            cure="mount the remote storage, or copy published steps there",
-        )
+    if is_url(path):
+        return path.rstrip("/")
     return os.path.abspath(path)
 
 
@@ -69,7 +66,7 @@ def list_checkpoints(root: Any) -> list[CheckpointInfo]:
     """The published checkpoints in ``root``, lowest step first. Other things in it are left alone and not listed."""
     return [
         CheckpointInfo(manifest.step, path, manifest.world_size, manifest.total_bytes)
-        for path, manifest in _published(file_system(), root_path(root))
+        for path, manifest in _published(file_system(root_path(root)), root_path(root))
     ]
 
 
@@ -114,12 +111,10 @@ def load_manifest(fs: FileSystem, path: str) -> Manifest:
     name = os.path.join(path, MANIFEST)
     try:
         raw = read_all(fs, name)
-    except OSError as problem:
-        if problem.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise CheckpointError(
-                "there is no manifest here: not a published checkpoint", phase="read", path=name
-            ) from None
-        raise
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(
+            "there is no manifest here: not a published checkpoint", phase="read", path=name
+        ) from None
     return decode(raw, name)
 
 
@@ -164,9 +159,21 @@ def _defect(fs: FileSystem, path: str, manifest: Manifest) -> str | None:
 # ---------------------------------------------------------------------- what a save does to a root
 
 
-def staging_directory(root: str, step: int, run_id: str) -> str:
+def staging_directory(fs: FileSystem, root: str, step: int, run_id: str) -> str:
     """Where a save writes before it is published."""
+    if fs.is_remote:  # nothing can be renamed there: until it has a manifest the step is not published
+        return os.path.join(root, step_directory(step))
     return _working(root, step, run_id, "saving")
+
+
+def refuse_replacing(fs: FileSystem, root: str, step: int) -> None:
+    """A published step at a URL cannot be exchanged for another in one operation."""
+    if fs.is_remote and any(manifest.step == step for _, manifest in _published(fs, root)):
+        raise ConfigError(
+            f"step {step} is published already, and at a URL it cannot be replaced without endangering it",
+            found=os.path.join(root, step_directory(step)),
+            cure="save under another step, or remove that one first",
+        )
 
 
 def _working(root: str, step: int, run_id: str, purpose: str) -> str:
@@ -193,6 +200,8 @@ def make_directories(fs: FileSystem, path: str) -> None:
 def clean(fs: FileSystem, root: str) -> None:
     """Remove what failed saves have left; put back a step that was set aside and not replaced."""
     for name in fs.list(root):
+        if fs.is_remote and _PUBLISHED.fullmatch(name):
+            _clean_remote(fs, os.path.join(root, name))
         match = _WORKING.fullmatch(name)
         if not match:
             continue
@@ -204,6 +213,13 @@ def clean(fs: FileSystem, root: str) -> None:
             remove_tree(fs, path)
 
 
+def _clean_remote(fs: FileSystem, path: str) -> None:
+    """Remove a step that consists of rank files and has no manifest: its save failed."""
+    names = fs.list(path)
+    if names and all(_RANK_FILE.fullmatch(name) for name in names):
+        remove_tree(fs, path)
+
+
 def _exists(fs: FileSystem, path: str) -> bool:
     try:
         fs.size(path)
@@ -213,7 +229,7 @@ def _exists(fs: FileSystem, path: str) -> bool:
 
 
 def remove_tree(fs: FileSystem, path: str) -> None:
-    """Remove a checkpoint's directory. Parts of it that are gone already are no error."""
+    """Remove a checkpoint's directory, the manifest first. Parts of it that are gone already are no error."""
     try:
         names = fs.list(path)
     except FileNotFoundError:
@@ -260,7 +276,9 @@ def retain(fs: FileSystem, root: str, keep: int, saved: int, run_id: str) -> Non
     for path, manifest in found[:-keep]:
         if manifest.step == saved:
             continue
-        doomed = _working(root, manifest.step, run_id, "removing")
-        fs.rename(path, doomed)  # so that a half-removed one is never taken for published
-        fs.flush_directory(root)
-        remove_tree(fs, doomed)
+        if not fs.is_remote:  # there the manifest goes first
+            doomed = _working(root, manifest.step, run_id, "removing")
+            fs.rename(path, doomed)  # so that a half-removed one is never taken for published
+            fs.flush_directory(root)
+            path = doomed
+        remove_tree(fs, path)

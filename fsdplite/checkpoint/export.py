@@ -15,7 +15,7 @@ from .dtypes import ITEMSIZE
 from .manifest import Manifest, TensorRecord, intersect
 from .reading import BUFFER_BYTES, RankFile, Request, refuse_damage
 from .safetensors_file import TensorSpec, build_header, lay_out
-from .storage import File, FileSystem, file_system, read_all, write_exactly
+from .storage import File, FileSystem, file_system, is_url, read_all, write_exactly
 from .tensor_bytes import bytes_of, dtype_name, torch_dtype
 
 __all__ = ["INDEX", "SINGLE", "export_safetensors"]
@@ -50,10 +50,13 @@ def export_safetensors(
         raise ConfigError("dtype must be a floating type of 16 bits or more, or None", found=dtype)
     if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ConfigError("max_shard_bytes must be a positive whole number", found=repr(max_shard_bytes))
-    fs = file_system()
     source, target = root_path(path), root_path(out_dir)
+    if is_url(target):
+        raise ConfigError(
+            "an export is written to a directory", found=target, cure="export, then copy the folder there"
+        )
     try:
-        return _export(fs, source, target, dtype, max_shard_bytes)
+        return _export(source, target, dtype, max_shard_bytes)
     except OSError as problem:
         raise CheckpointError(
             f"the export failed: {problem.strerror or problem}",
@@ -63,12 +66,13 @@ def export_safetensors(
         ) from problem
 
 
-def _export(fs: FileSystem, source: str, target: str, dtype: torch.dtype | None, max_shard_bytes: int) -> list[str]:
-    manifest = load_manifest(fs, source)
+def _export(source: str, target: str, dtype: torch.dtype | None, max_shard_bytes: int) -> list[str]:
+    fs, source_fs = file_system(target), file_system(source)
+    manifest = load_manifest(source_fs, source)
     files: list[RankFile] = []
     try:
         for record in manifest.files:  # all headers are proved before anything is written
-            files.append(RankFile(fs, os.path.join(source, record.name), record))
+            files.append(RankFile(source_fs, os.path.join(source, record.name), record))
         shards = _shards(manifest, dtype, max_shard_bytes)
         made = _prepare(fs, target)
         working = os.path.join(target, _WORKING + secrets.token_hex(8))

@@ -81,9 +81,10 @@ def load_checkpoint(
     agreement = Agreement(world_of(model) if is_wrapped(model) else alone(), "load_checkpoint")
     with agreement.open():
         background.settle()
-        fs = file_system()
+        base = catalog.root_path(root)
+        fs = file_system(base)
         options = {"step": step, "strict": strict, "allow_cast": allow_cast, "optimizer": optimizer is not None}
-        path, manifest = _find(agreement, fs, catalog.root_path(root), options)
+        path, manifest = _find(agreement, fs, base, options)
         reading = Reading(agreement, fs, path)
         try:
             return _Load(reading, path, manifest).run(model, optimizer, strict, allow_cast)

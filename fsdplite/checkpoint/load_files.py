@@ -52,7 +52,7 @@ def load_safetensors(model: nn.Module, folder: Any, *, rename: Rename = None, st
     agreement = Agreement(world_of(model) if is_wrapped(model) else alone(), "load_safetensors")
     with agreement.open():
         agreement.phase = "find"
-        fs = file_system()
+        fs = file_system(root_path(folder))
         base, names = _find(fs, root_path(folder))
         reading = Reading(agreement, fs, base)
         try:

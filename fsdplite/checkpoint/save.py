@@ -69,7 +69,7 @@ def save_checkpoint(
     """
     world = world_of(model)
     agreement = Agreement(world, "save_checkpoint")
-    save = _Save(agreement, root, file_system())
+    save = _Save(agreement, root)
     options = {"step": step, "keep": keep, "trainable_only": bool(trainable_only), "background": bool(background)}
     contents = {"extra": extra, "per_rank": per_rank}
     if not background:
@@ -89,10 +89,9 @@ def save_checkpoint(
 class _Save:
     """One rank's part of one save."""
 
-    def __init__(self, agreement: Agreement, root: Any, fs: FileSystem) -> None:
+    def __init__(self, agreement: Agreement, root: Any) -> None:
         self._agreement = agreement
         self._world: World = agreement.world
-        self._fs = fs
         self._given_root = root
         self._staging: Staging | None = None
 
@@ -103,6 +102,7 @@ class _Save:
         background_saves.drain()
         _check_options(options)
         self._root = catalog.root_path(self._given_root)
+        self._fs: FileSystem = file_system(self._root)
         self._step: int = options["step"]
         self._keep: int | None = options["keep"]
         self._agreement.path = self.path
@@ -166,7 +166,7 @@ class _Save:
         structure = self._structure
         differ = any(note["structure"] != notes[0]["structure"] for note in notes)
         run_id = secrets.token_hex(8)
-        staging = catalog.staging_directory(self._root, self._step, run_id)
+        staging = catalog.staging_directory(fs, self._root, self._step, run_id)
         if differ:
             agreement.tell("go", {"differ": True})
             details = agreement.collect("details", self._details())
@@ -177,6 +177,7 @@ class _Save:
         agreement.phase = "prepare"
         catalog.make_directories(fs, self._root)
         catalog.clean(fs, self._root)
+        catalog.refuse_replacing(fs, self._root, self._step)
         fs.make_directory(staging)
         try:
             agreement.tell("start" if differ else "go", {"differ": False, "staging": staging})
@@ -184,17 +185,25 @@ class _Save:
             agreement.phase = "wait for the others' files"
             files = agreement.collect("wrote", vars(written))
             manifest.files = self._check_files(staging, manifest, [Written(**file) for file in files])
-            self._write_manifest(staging, manifest)
-            agreement.phase = "publish"
-            agreement.path = self.path
-            agreement.commit()
-            replaced = catalog.publish(fs, self._root, staging, self._step, run_id)
+            replaced = self._publish(staging, manifest)
         except BaseException as problem:
             failure = agreement.fail(problem)  # first, or the others would stumble over what is gone
             self._discard(staging)
             raise failure from failure.__cause__
         self._finish(run_id, replaced)
         agreement.tell("outcome", {"error": None})
+
+    def _publish(self, staging: str, manifest: Manifest) -> str | None:
+        """The commit: a rename, or where there is none the manifest. Returns where a replaced version is now."""
+        agreement = self._agreement
+        if self._fs.is_remote:
+            agreement.commit()
+            self._write_manifest(staging, manifest)
+            return None
+        self._write_manifest(staging, manifest)
+        agreement.phase, agreement.path = "publish", self.path
+        agreement.commit()
+        return catalog.publish(self._fs, self._root, staging, self._step, manifest.run_id)
 
     def _plan(self, structure: dict[str, Any], notes: list[Any], run_id: str) -> Manifest:
         taken = self._snapshot

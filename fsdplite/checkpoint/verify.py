@@ -66,8 +66,8 @@ def verify_checkpoint(path: Any) -> Verification:
 
     Finds any flipped bit, missing and replaced files, and files that do not belong to it.
     """
-    fs = file_system()
     folder = root_path(path)
+    fs = file_system(folder)
     result = Verification(folder)
     try:
         manifest = load_manifest(fs, folder)

@@ -6,12 +6,13 @@ import os
 import queue
 import threading
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Callable
 
 import torch
 
-from .safetensors_file import CHUNK_BYTES, build_header, chunk_checksums, lay_out
+from .safetensors_file import CHUNK_BYTES, TensorSpec, build_header, chunk_checksums, lay_out
 from .storage import File, FileSystem, read_exactly, write_exactly
 from .tensor_bytes import host_blocks
 
@@ -142,26 +143,37 @@ def write_rank_file(
     specs = lay_out((part.name, part.dtype, (part.data.numel(),), part.data.numel()) for part in parts)
     data = {part.name: part.data for part in parts}
     header_bytes = len(build_header(specs))
+    checksums = _Checksums(is_threaded=any(spec.size_bytes >= _THREADED_BYTES for spec in specs))
     file = fs.create(path)
     try:
+        header = b""
+        if fs.is_remote:  # written from start to end, so the data are looked at twice
+            for view in _views(specs, data):
+                checksums.begin(view)
+                checksums.finish()
+            header = build_header(specs, checksums=checksums.values)
+            write_exactly(fs, file, 0, memoryview(header))
         blocks = _Blocks(fs, file, header_bytes, progress)
-        checksums = _Checksums(is_threaded=any(spec.size_bytes >= _THREADED_BYTES for spec in specs))
-        try:
-            for spec in specs:
-                for view in host_blocks(data[spec.name], BLOCK_BYTES):
-                    checksums.begin(view)
-                    blocks.add(view)
-                    checksums.finish()
-            blocks.flush()
-        finally:
-            checksums.close()
-        header = build_header(specs, checksums=checksums.values)
-        write_exactly(fs, file, 0, memoryview(header))
+        for view in _views(specs, data):
+            if not header:
+                checksums.begin(view)
+            blocks.add(view)
+            checksums.finish()
+        blocks.flush()
+        if not header:
+            header = build_header(specs, checksums=checksums.values)
+            write_exactly(fs, file, 0, memoryview(header))
         fs.flush(file)
     finally:
+        checksums.close()
         fs.close(file)
     _check_header(fs, path, header)
     return Written(blocks.offset, len(header), zlib.crc32(header), len(specs), blocks.offset - len(header))
+
+
+def _views(specs: list[TensorSpec], data: dict[str, torch.Tensor]) -> Iterator[memoryview]:
+    for spec in specs:
+        yield from host_blocks(data[spec.name], BLOCK_BYTES)
 
 
 def _check_header(fs: FileSystem, path: str, header: bytes) -> None:
