@@ -14,7 +14,8 @@ from typing import Any
 
 from ..errors import CheckpointError, ConfigError
 from .manifest import MANIFEST, Manifest, decode, step_directory
-from .storage import FileSystem, file_system, is_url, read_all
+from .remote import file_system
+from .storage import FileSystem, is_url, read_all
 
 __all__ = [
     "CheckpointInfo",

@@ -14,8 +14,9 @@ from .catalog import load_manifest, make_directories, remove_tree, root_path
 from .dtypes import ITEMSIZE
 from .manifest import Manifest, TensorRecord, intersect
 from .reading import BUFFER_BYTES, RankFile, Request, refuse_damage
+from .remote import file_system
 from .safetensors_file import TensorSpec, build_header, lay_out
-from .storage import File, FileSystem, file_system, is_url, read_all, write_exactly
+from .storage import File, FileSystem, is_url, read_all, write_exactly
 from .tensor_bytes import bytes_of, dtype_name, torch_dtype
 
 __all__ = ["INDEX", "SINGLE", "export_safetensors"]

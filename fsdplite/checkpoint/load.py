@@ -18,7 +18,8 @@ from .agree import Agreement
 from .manifest import MANIFEST, Manifest, decode
 from .optimizer_load import OptimizerLoad
 from .read_model import Reading, refuse_unfilled
-from .storage import FileSystem, file_system, read_all
+from .remote import file_system
+from .storage import FileSystem, read_all
 from .tensor_bytes import bytes_of, torch_dtype
 from .values import decode_value, unpack
 from .wanted import Differences, Target

@@ -20,7 +20,8 @@ from .load import LoadReport
 from .manifest import MANIFEST, Manifest, Range, TensorRecord
 from .model_state import ModelState
 from .read_model import Reading, refuse_unfilled
-from .storage import FileSystem, file_system, read_all
+from .remote import file_system
+from .storage import FileSystem, read_all
 from .wanted import Differences
 from .world import alone, is_wrapped, world_of
 

@@ -12,9 +12,14 @@ import os
 from typing import Any
 
 from ..errors import ConfigError
-from .storage import File, FileSystem
+from .storage import File, FileSystem, current, is_url
 
-__all__ = ["RemoteFile", "RemoteFileSystem"]
+__all__ = ["RemoteFile", "RemoteFileSystem", "file_system"]
+
+
+def file_system(path: str) -> FileSystem:
+    """What reaches a path: a directory, or an fsspec URL."""
+    return RemoteFileSystem(path) if is_url(path) else current()
 
 
 class RemoteFile(File):

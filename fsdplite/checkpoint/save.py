@@ -17,8 +17,9 @@ from .background import SaveHandle, Staging
 from .dtypes import ITEMSIZE
 from .failure import SharedFailure, failure_of
 from .manifest import MANIFEST, FileRecord, Manifest, encode, rank_file, step_directory
+from .remote import file_system
 from .snapshot import Snapshot
-from .storage import FileSystem, file_system, write_exactly
+from .storage import FileSystem, write_exactly
 from .world import World, world_of
 from .writer import Part, Written, write_rank_file
 

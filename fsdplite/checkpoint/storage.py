@@ -1,6 +1,6 @@
 """The only code that touches a checkpoint's files: few, plain operations, each of which a test can fail.
 
-Every operation is a method of :class:`FileSystem`. :func:`file_system` is what the package uses at the moment;
+Every operation is a method of :class:`FileSystem`. :func:`current` is what the package uses at the moment, and
 :func:`using` puts another object in its place.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["File", "FileSystem", "file_system", "is_url", "read_all", "read_exactly", "using", "write_exactly"]
+__all__ = ["File", "FileSystem", "current", "is_url", "read_all", "read_exactly", "using", "write_exactly"]
 
 
 @dataclass(eq=False)
@@ -140,12 +140,8 @@ def _exchange(one: str, other: str) -> None:
 _current = FileSystem()
 
 
-def file_system(path: str) -> FileSystem:
-    """The object through which checkpoints reach a path at the moment: a directory, or an fsspec URL."""
-    if is_url(path):
-        from .remote import RemoteFileSystem
-
-        return RemoteFileSystem(path)
+def current() -> FileSystem:
+    """The object through which checkpoints reach directories at the moment."""
     return _current
 
 

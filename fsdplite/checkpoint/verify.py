@@ -11,7 +11,8 @@ from .catalog import load_manifest, root_path
 from .dtypes import ITEMSIZE
 from .manifest import MANIFEST, FileRecord, Manifest
 from .reading import BUFFER_BYTES, Damage, RankFile, Request
-from .storage import FileSystem, file_system
+from .remote import file_system
+from .storage import FileSystem
 
 __all__ = ["Problem", "Verification", "verify_checkpoint"]
 
