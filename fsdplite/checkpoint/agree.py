@@ -182,13 +182,15 @@ class Agreement:
     def _look_for_life(self, missing: list[int], started: float) -> None:
         """Raise if a rank that is waited for is dead or stuck."""
         now = time.monotonic()
+        # Rank 0 waits for the others and sees first who is stuck; the others, who wait for rank 0, let it say so.
+        patience_s = self.world.timeout_s * (1.0 if self.world.is_first else 1.5)
         for index in missing:
             if index == self.world.index:
                 continue
             key = f"beat/{index}"
             if not self._store.check([key]):
-                if now - started > self.world.timeout_s:
-                    self._lose(index, f"did not call {self.call} within {self.world.timeout_s:g} s of the others")
+                if now - started > patience_s:
+                    self._lose(index, f"did not call {self.call} within {patience_s:g} s of the others")
                 continue
             progress, ticks, call = self._store.get(key).split(b" ", 2)
             if call.decode() != self.call:
@@ -205,8 +207,8 @@ class Agreement:
             dead_s = min(_DEAD_S, self.world.timeout_s)
             if now - lived > dead_s:
                 self._lose(index, f"has shown no sign of life for {dead_s:g} s: its process is gone or stopped")
-            if now - moved > self.world.timeout_s:
-                self._lose(index, f"has made no progress for {self.world.timeout_s:g} s")
+            if now - moved > patience_s:
+                self._lose(index, f"has made no progress for {patience_s:g} s")
 
     def _lose(self, index: int, what: str) -> None:
         self._gone.add(index)

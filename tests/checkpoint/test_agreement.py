@@ -219,6 +219,24 @@ def test_K70_in_the_background(tmp_path):
     run(2, K70_body, str(tmp_path), "exit", True, fresh=True, pg_timeout_s=5, absent={1})
 
 
+def stuck_among_three(root, kind):
+    model, optimizer = filled(1.0)
+    if kind == "late" and here.rank == 2:
+        time.sleep(60)
+    fault = Fault("slow", 1, 60.0) if here.rank == 2 else Fault("count")
+    started = time.monotonic()
+    with storage.using(FaultyFileSystem(fault, only=lambda name, path: "rank-2" in path)):
+        text = expect_loud(lambda: fsdp.save_checkpoint(root, model, optimizer, step=1), "rank 2")
+    assert time.monotonic() - started < 10
+    return text
+
+
+@pytest.mark.parametrize("kind", ["late", "stuck"])
+def test_the_stuck_rank_is_named_and_not_who_waits_for_it(tmp_path, kind):
+    texts = run(3, stuck_among_three, str(tmp_path), kind, fresh=True, pg_timeout_s=5, absent={2})
+    assert texts[0] == texts[1]
+
+
 def K70_load_body(root, kind):
     model, optimizer = filled(1.0)
     fsdp.save_checkpoint(root, model, optimizer, step=1)

@@ -170,3 +170,24 @@ def test_K105_a_rank_reads_what_it_needs(tmp_path, n, m):
     run(n, K105_save, str(tmp_path), timeout_s=90)
     ratios = run(m, K105_load, str(tmp_path), n, timeout_s=90)
     assert max(ratios) <= 1.05, ratios
+
+
+def export_and_import(root):
+    model = Vec(16 * MIB, 1.0, torch.float32)
+    fsdp.save_checkpoint(root, model, step=1)
+    fsdp.save_checkpoint(root, Vec(8, 1.0), step=2)
+    fsdp.export_safetensors(f"{root}/step-2", f"{root}/small")  # what is set up once
+    peaks = []
+    with Resident() as resident, Allocations() as allocations:
+        fsdp.export_safetensors(f"{root}/step-1", f"{root}/hf", dtype=torch.bfloat16)
+    peaks += [resident.peak, allocations.largest]
+    with Resident() as resident, Allocations() as allocations:
+        fsdp.load_safetensors(model, f"{root}/hf")
+    assert bool((model.w == 1).all())
+    return peaks + [resident.peak, allocations.largest]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads resident memory from /proc")
+def test_export_and_import_need_blocks(tmp_path):
+    (peaks,) = run(1, export_and_import, str(tmp_path), fresh=True, group=False, timeout_s=60)
+    assert max(peaks) <= 20 * MIB, peaks
