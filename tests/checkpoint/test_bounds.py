@@ -173,10 +173,10 @@ def test_K105_a_rank_reads_what_it_needs(tmp_path, n, m):
 
 
 def export_and_import(root):
-    model = Vec(16 * MIB, 1.0, torch.float32)
+    model = Vec(24 * MIB, 1.0, torch.float32)
     fsdp.save_checkpoint(root, model, step=1)
-    fsdp.save_checkpoint(root, Vec(8, 1.0), step=2)
-    fsdp.export_safetensors(f"{root}/step-2", f"{root}/small")  # what is set up once
+    fsdp.save_checkpoint(root, Vec(8, 1.0, torch.float32), step=2)
+    fsdp.export_safetensors(f"{root}/step-2", f"{root}/small", dtype=torch.bfloat16)  # what is set up once
     peaks = []
     with Resident() as resident, Allocations() as allocations:
         fsdp.export_safetensors(f"{root}/step-1", f"{root}/hf", dtype=torch.bfloat16)
@@ -190,4 +190,4 @@ def export_and_import(root):
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads resident memory from /proc")
 def test_export_and_import_need_blocks(tmp_path):
     (peaks,) = run(1, export_and_import, str(tmp_path), fresh=True, group=False, timeout_s=60)
-    assert max(peaks) <= 20 * MIB, peaks
+    assert max(peaks) <= 40 * MIB, peaks  # of 96 MiB; the allocator keeps some
