@@ -35,8 +35,8 @@ class Agreement:
         Collective: one message on the control group.
         """
         waiting = self.waiting(unit, phase)
-        number = self._schedule().order.number
-        if exchange(unit.groups, USE, code + (number << 40), b"", waiting) is None:
+        value = code * 0x9E3779B97F4A7C15 + self._schedule().order.number
+        if exchange(unit.groups, USE, value, b"", waiting) is None:
             self._report(unit.groups, waiting)
 
     def agree_on_extra(self, what: str, unit: UnitState) -> None:

@@ -23,6 +23,11 @@ _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "al
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
+_CARRIED = {
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
+}  # fmt: skip
+
+
 class Pending:
     """A collective under way."""
 
@@ -68,17 +73,20 @@ def _start(groups: Groups, group: Any, waiting: Waiting, tensor: torch.Tensor, c
     return Pending(work, groups, group, waiting, tensor.is_cuda)
 
 
+def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a dtype that every backend carries (fp8, 16-bit integers and bool have none of their own)."""
+    return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
+
+
 def all_gather(full: torch.Tensor, shard: torch.Tensor, groups: Groups, waiting: Waiting) -> Pending:
     """Gather equal shards into ``full``. ``shard`` may be this rank's own slot of ``full`` (in place)."""
-    name = _ALL_GATHER
-    if full.element_size() == 1 and full.dtype.is_floating_point:
-        full, shard = full.view(torch.uint8), shard.view(torch.uint8)  # fp8 has no transport of its own
+    full, shard = _as_carried(full), _as_carried(shard)
     return _start(
         groups,
         groups.shard,
         waiting,
         full,
-        lambda: getattr(dist, name)(full, shard, group=groups.shard, async_op=True),
+        lambda: getattr(dist, _ALL_GATHER)(full, shard, group=groups.shard, async_op=True),
     )
 
 
@@ -108,8 +116,7 @@ def broadcast(tensor: torch.Tensor, groups: Groups, waiting: Waiting) -> None:
         return
     if tensor.numel() == 0:
         return
-    if tensor.dtype is torch.bool or (tensor.element_size() == 1 and tensor.dtype.is_floating_point):
-        tensor = tensor.view(torch.uint8)
+    tensor = _as_carried(tensor)
     _start(
         groups,
         groups.whole,

@@ -9,21 +9,21 @@ and the storage object stays, so a gather in backward refills what autograd save
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Callable
 
 import torch
 from torch import nn
 
 from . import events
-from .binding import Binding, Location, Replaced
+from .binding import Binding, Replaced
 from .collectives import Pending, all_gather
 from .errors import ParameterUseError
-from .gradient import ShardedGrad
+from .flat_spec import FlatSpec
+from .gradient import PendingGrad, ShardedGrad
 from .gradient_buffer import GradientBuffer
 from .groups import Groups
 from .layout import FlatLayout
-from .parameter import ParameterInfo, ShardedParameter, engine_access, write_grad
+from .parameter import ParameterInfo, ShardedParameter, engine_access, read_grad, write_grad
 from .stage import Stage
 from .streams import lane_for
 from .watchdog import Waiting
@@ -31,7 +31,7 @@ from .watchdog import Waiting
 if TYPE_CHECKING:
     from .unit import UnitState
 
-__all__ = ["FlatParameter", "FlatSpec", "owner_of"]
+__all__ = ["FlatParameter", "owner_of"]
 
 # Which flat parameter a full buffer's storage belongs to: answers "is this tensor a gathered weight?".
 # Weak: asking must not keep a model alive.
@@ -45,31 +45,6 @@ def owner_of(tensor: torch.Tensor) -> FlatParameter | None:
     except (RuntimeError, NotImplementedError):  # sparse and other tensors without a storage
         return None
     return ref() if ref is not None else None
-
-
-
-@dataclass
-class FlatSpec:
-    """What a flat parameter is made of.
-
-    Attributes:
-        parameters: The users' parameters, in ``named_parameters`` order, one dtype and one ``requires_grad``.
-        names: For each, all its dotted names; the first is canonical.
-        locations: For each, the places that hold it: (module or its dict of parameters, attribute name).
-        dtype: Of the shard (the master) and of the gradient that the optimizer sees.
-        compute_dtype: Of gathered weights.
-        wire_dtype: Of the gradient reduction.
-        trainable: Whether it has gradients at all.
-    """
-
-    parameters: list[nn.Parameter]
-    names: list[tuple[str, ...]]
-    locations: list[list[Location]]
-    dtype: torch.dtype
-    compute_dtype: torch.dtype
-    wire_dtype: torch.dtype
-    trainable: bool
-    shapes: list[torch.Size] = field(default_factory=list)
 
 
 class FlatParameter:
@@ -172,9 +147,12 @@ class FlatParameter:
     def __del__(self) -> None:
         OWNERS.pop(getattr(self, "_owner_key", 0), None)
 
-    def leaf(self, index: int) -> nn.Parameter:
-        """The full-size leaf that stands in for parameter ``index`` inside its unit."""
-        return self.leaves[index]
+    @property
+    def needs_gather(self) -> bool:
+        """Whether :meth:`unshard` would send something (or has: gathered ahead for this use)."""
+        if self.aliases_shard:
+            return False
+        return self._is_arriving or not self.is_unsharded or self.gathered_generation != self.generation
 
     def unshard(self, waiting: Waiting) -> bool:
         """Start to gather. True if there was anything to do.
@@ -218,17 +196,20 @@ class FlatParameter:
             self.gathered_generation = -1
 
     @property
+    def is_arriving(self) -> bool:
+        """A gather, or a cast on its lane, has been started and not been waited for."""
+        return self._is_arriving
+
+    @property
     def is_pending(self) -> bool:
         return self._pending is not None
 
     def reshard(self) -> None:
         """Free the full buffer. Views that autograd saved stay valid objects over an empty storage."""
         if not self.is_unsharded or self.rests_full:
-            if self._pending is not None:
-                self.wait_unsharded()
-            return
-        if self._pending is not None:
             self.wait_unsharded()
+            return
+        self.wait_unsharded()
         # The memory goes back to the pool of the lane that allocated it, whose next writes come after what the
         # computation has been given so far. (Not inside the lane: there the current stream is the lane itself.)
         self.gather_lane.wait_for_compute()
@@ -328,6 +309,9 @@ class FlatParameter:
             if user._backward_hooks and self.trainable:
                 for hook in list(user._backward_hooks.values()):
                     self.leaves[index].register_hook(hook)
+        for key, value in user.__dict__.items():
+            if not key.startswith("_fsdp"):
+                setattr(self.leaves[index], key, value)  # marks that forward may read
         user._fsdp_info = ParameterInfo(self, index)
         if type(user) is nn.Parameter:
             user.__class__ = ShardedParameter
@@ -344,6 +328,18 @@ class FlatParameter:
                 value = gradient
             write_grad(user, value)
 
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drop the users' gradients and what is pending, also while modules see other tensors (``full_params``)."""
+        if self.gradient is not None and self.gradient.is_pending:
+            self.gradient.release()
+        with engine_access():
+            for user in self.users:
+                gradient = read_grad(user)
+                if gradient is not None and (set_to_none or type(gradient) is PendingGrad):
+                    write_grad(user, None)
+                elif gradient is not None:
+                    gradient.zero_()
+
     def add_post_accumulate_hook(self, index: int, hook: Callable[[torch.Tensor], None]) -> Any:
         hooks = self._post_accumulate_hooks.setdefault(index, [])
         hooks.append(hook)
@@ -356,13 +352,16 @@ class FlatParameter:
                     hook(self.users[index])
 
     def sync_requires_grad(self) -> bool:
-        """Follow the users' flags. True if a frozen flat parameter has to be split (see ``regroup``)."""
+        """Follow the users' flags. True if a frozen flat parameter has to be split (see ``regroup``).
+
+        To be called under ``engine_access()``.
+        """
         changed = False
+        if not self.trainable:
+            return any(user.requires_grad for user in self.users)
         for user, leaf in zip(self.users, self.leaves):
             wanted = user.requires_grad
             if wanted is not leaf.requires_grad:
-                if wanted and not self.trainable:
-                    return True
                 leaf.requires_grad_(wanted)
                 changed = True
         if changed and self.unit is not None:
@@ -438,8 +437,9 @@ def _leaf_hook(ref: weakref.ref, index: int) -> Callable[[torch.Tensor], None]:
     """Called by autograd when a leaf's gradient is complete. Weak, or the leaf would keep its owner alive."""
 
     def on_gradient(leaf: torch.Tensor) -> None:
-        gradient = leaf.grad
-        leaf.grad = None
+        with engine_access():  # a late gradient finds the leaf at rest
+            gradient = read_grad(leaf)
+            write_grad(leaf, None)
         flat = ref()
         if flat is not None and gradient is not None:
             flat.unit.on_gradient(flat, index, gradient)

@@ -32,6 +32,9 @@ def state_of(module: nn.Module) -> UnitState | None:
 class FSDPUnit:
     """A wrapped module. Mixed into the module's class by ``fsdp_wrap``; not made by hand."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Not passed on: a registry in the user's base class must not see the class made on the fly."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = self.__dict__.get("_fsdp")
         if unit is None:  # a slice of a wrapped Sequential is an instance of the class and no unit
@@ -83,15 +86,16 @@ class FSDPUnit:
 
         Collective: one all-reduce of one element per distinct shard group. Every rank must call it.
         """
-        return clip_grad_norm(_own_state(self), _units_below(self), float(max_norm), float(norm_type))
+        below = {id(p) for p in self.parameters()}
+        ignored = [p for p in _own_state(self).schedule.ignored.parameters if id(p) in below]
+        return clip_grad_norm(_own_state(self), _units_below(self), ignored, float(max_norm), float(norm_type))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``; also drops unreduced gradients, and full weights kept for a backward."""
         super().zero_grad(set_to_none=set_to_none)
         for unit in _units_below(self):
             for flat in unit.flats:
-                if flat.gradient is not None and flat.gradient.is_pending:
-                    flat.gradient.release()
+                flat.zero_grad(set_to_none)
         unit = state_of(self)
         if unit is not None and unit.schedule.root is unit:
             unit.schedule.rest_all()

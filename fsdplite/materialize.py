@@ -8,6 +8,7 @@ next module is touched; there is never a second copy of the model.
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -97,12 +98,16 @@ class Materializer:
                 value = value if value.is_contiguous() else value.contiguous()
                 broadcast(value, self._groups, Waiting(flat.unit_name, f"broadcast of {flat.names[index]}", 0))
             flat.place(index, value)
+            if parameter.is_meta and hasattr(module, "_flat_weight_refs"):
+                module._flat_weight_refs = []  # an RNN's weak references to its weights would forbid the swap
             flat.adopt(index)
             if key in empty:
                 self.unfilled[flat.names[index]] = (flat, index)
                 flat.unfilled.add(index)
             self._placed.add(id(parameter))
             del value
+        if meta and hasattr(module, "_init_flat_weights"):
+            module._init_flat_weights()
         for key, buffer in list(module._buffers.items()):
             if buffer is None or (id(module), key) not in buffers:
                 continue
@@ -110,9 +115,12 @@ class Materializer:
             if buffer.device != self._device:
                 buffer = module._buffers[key] = buffer.to(self._device)
             if self._sync:
-                broadcast(buffer, self._groups, Waiting("", f"broadcast of buffer {name}", 0))
+                dense = buffer.contiguous()
+                broadcast(dense, self._groups, Waiting("", f"broadcast of buffer {name}", 0))
+                if dense is not buffer:
+                    buffer = module._buffers[key] = dense
             if key in empty:
-                self.unfilled[name] = (module, key)
+                self.unfilled[name] = (weakref.ref(module), key, buffer._version)
 
     def _staging_for(self, parameter: nn.Parameter) -> torch.Tensor:
         size = parameter.numel() * parameter.element_size()
@@ -161,6 +169,13 @@ class Materializer:
             if tensor.numel() and untouched and watched[key]._version == versions[key] and _is_blank(tensor):
                 empty.add(key)
         return values, empty
+
+
+def was_filled(module: weakref.ref, key: str, version: int) -> bool:
+    """Whether a buffer that nobody had filled at wrap time was written or replaced since."""
+    holder = module()
+    buffer = None if holder is None else holder._buffers.get(key)
+    return buffer is None or buffer._version != version
 
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from .errors import ConfigError
 from .gradient import combine_norms, local_norm, norm_dtype
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
 __all__ = ["clip_grad_norm"]
 
 
-def clip_grad_norm(root: UnitState, units: list[UnitState], max_norm: float, norm_type: float) -> torch.Tensor:
-    """See ``FSDPUnit.clip_grad_norm_``. Norms are taken in fp32; each gradient is scaled in its own dtype."""
+def clip_grad_norm(
+    root: UnitState, units: list[UnitState], ignored: list[nn.Parameter], max_norm: float, norm_type: float
+) -> torch.Tensor:
+    """See ``FSDPUnit.clip_grad_norm_``. Each gradient is scaled in its own dtype."""
     if math.isnan(norm_type) or norm_type <= 0:
         raise ConfigError("norm_type must be positive", expected="a number > 0, or inf", found=norm_type)
     root.schedule.agreement.agree_on_extra("gradient norm", root)
@@ -38,7 +41,7 @@ def clip_grad_norm(root: UnitState, units: list[UnitState], max_norm: float, nor
                 for part in parts:
                     entries.append((flat.groups, local_norm(part, norm_type)))
                 gradients.extend(parts)
-        for parameter in root.schedule.ignored.parameters:
+        for parameter in ignored:
             if parameter.grad is not None:
                 entries.append((None, local_norm(parameter.grad, norm_type)))
                 gradients.append(parameter.grad)

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .errors import GradientError, ShardedAccessError
+from .errors import GradientError, ShardedAccessError, WrapError
 from .gradient import PendingGrad, ShardedGrad, pending_error
-from .parameter import ShardedParameter, engine_access, info_of, read_grad
+from .parameter import RestingLeaf, ShardedParameter, engine_access, info_of, read_grad
 
 __all__ = ["WHOLE_TENSOR_OPTIMIZERS", "flip_again", "install", "restore"]
 
@@ -49,8 +49,34 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         _check_state(optimizer, sharded)
         _checked.add(optimizer)
     _check_gradients(sharded)
+    _check_others(optimizer, sharded)
     _stepping.append(optimizer)
     _flip(sharded)
+
+
+def _check_others(optimizer: Any, sharded: list[torch.Tensor]) -> None:
+    """Parameters of a wrapped model that no unit owns would train on each rank by itself, or not at all."""
+    others = [p for group in optimizer.param_groups for p in group["params"] if type(p) is not ShardedParameter]
+    for p in others:
+        if type(p) is RestingLeaf or "_fsdp_is_shown" in p.__dict__ or info_of(p) is not None:
+            raise GradientError(
+                "the optimizer holds a full tensor that was shown for a while, not the parameter",
+                cure="build the optimizer outside full_params and outside the forward",
+            )
+        ignored = p.__dict__.get("_fsdp_ignored")
+        if ignored is not None:
+            ignored[0].refuse_pending(ignored[1])
+    loose = {id(p): p for p in others if p.requires_grad and "_fsdp_ignored" not in p.__dict__}
+    if not loose:
+        return
+    for module in {id(m): m for p in sharded if (m := info_of(p).flat.unit.schedule.root.module()) is not None}.values():
+        for name, p in module.named_parameters():
+            if id(p) in loose:
+                raise WrapError(
+                    "a parameter was added to the model after wrapping: each rank would train it by itself",
+                    parameter=name,
+                    cure="add modules before fsdp_wrap, wrap the new module, or name it in fsdp_wrap(..., ignored=...)",
+                )
 
 
 def _flip(sharded: list[torch.Tensor]) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterator
 
-__all__ = ["BACKWARD", "FORWARD", "REDUCE", "KINDS", "Order", "Pass"]
+__all__ = ["BACKWARD", "FORWARD", "KINDS", "REDUCE", "RESIDENT", "Order", "Pass"]
 
-FORWARD, BACKWARD, REDUCE = range(3)
-KINDS = ("all-gather in forward", "all-gather in backward", "reduce-scatter")
+# A use with parameters that are there already (RESIDENT) sends nothing, and must do so on all ranks alike.
+FORWARD, BACKWARD, REDUCE, RESIDENT = range(4)
+KINDS = ("all-gather in forward", "all-gather in backward", "reduce-scatter", "use of resident parameters")
 
 _MASK = (1 << 63) - 1
 

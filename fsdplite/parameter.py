@@ -55,10 +55,19 @@ def info_of(parameter: torch.Tensor) -> ParameterInfo | None:
     return parameter.__dict__.get("_fsdp_info") if isinstance(parameter, torch.Tensor) else None
 
 
+_SLICE_COPIES = {"clone", "detach", "to", "cpu", "cuda", "half", "float", "double", "bfloat16", "contiguous"}
+
+
 class LocalSlice(torch.Tensor):
     """A plain tensor in arithmetic, which refuses to be written to a file as if it were the whole parameter."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        with engine_access():
+            result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in _SLICE_COPIES and isinstance(result, torch.Tensor) and "_fsdp_info" in args[0].__dict__:
+            return as_local_slice(result, args[0].__dict__["_fsdp_info"])
+        return result
 
     def _refuse(self, call: str) -> ShardedAccessError:
         info = self.__dict__.get("_fsdp_info")
@@ -76,7 +85,9 @@ class LocalSlice(torch.Tensor):
         raise self._refuse("pickling")
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
-        return self.clone()
+        copied = self.clone()
+        memo[id(self)] = copied
+        return copied
 
     def untyped_storage(self) -> Any:
         raise self._refuse("reading the storage")
@@ -192,7 +203,8 @@ class ShardedParameter(nn.Parameter):
     def register_hook(self, hook: Any) -> Any:
         """The hook sees this rank's full local gradient, in the compute dtype, before the reduction."""
         info = self.__dict__["_fsdp_info"]
-        return info.flat.leaf(info.index).register_hook(hook)
+        with engine_access():
+            return info.flat.leaves[info.index].register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         """The hook is called once per synchronised backward, after the reduction, with this parameter."""
@@ -208,6 +220,8 @@ class ShardedParameter(nn.Parameter):
             if name in _METADATA:
                 return _metadata(func, name, args, kwargs)
             if name == "detach":
+                return as_local_slice(func(*args, **kwargs), args[0].__dict__["_fsdp_info"])
+            if name == "clone":
                 return as_local_slice(func(*args, **kwargs), args[0].__dict__["_fsdp_info"])
             if name in _MAKERS:
                 return func(*args, **kwargs)

@@ -21,6 +21,9 @@ __all__ = ["recompute_matching", "refuse_lost_gradients"]
 
 
 class _Recomputed:
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Not passed on: a registry in the user's base class must not see the class made on the fly."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.__dict__.get("_fsdp_recompute") or not torch.is_grad_enabled():
             return super().__call__(*args, **kwargs)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from .flat_param import FlatParameter, FlatSpec
+from .flat_param import FlatParameter
+from .flat_spec import FlatSpec
 from .parameter import engine_access
 from .watchdog import Waiting
 

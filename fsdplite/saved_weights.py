@@ -62,7 +62,7 @@ def _unpack(saved: Any) -> torch.Tensor:
             rank=flat.groups.rank,
             cure="call backward() before optimizer.step(), or run the forward again after it",
         )
-    if not flat.is_unsharded or flat.is_pending:
+    if not flat.is_unsharded or flat.is_arriving:
         saved.call.reopen()
     return saved.tensor
 
@@ -75,7 +75,10 @@ def guard_saved_weights() -> bool:
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return False
-    torch._C._autograd._push_saved_tensors_default_hooks(_pack, _unpack)
+    try:
+        torch._C._autograd._push_saved_tensors_default_hooks(_pack, _unpack)
+    except RuntimeError:  # torch.autograd.graph.disable_saved_tensors_hooks
+        return False
     return True
 
 

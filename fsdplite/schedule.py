@@ -16,9 +16,10 @@ from . import events, optimizer_hooks
 from .agreement import Agreement
 from .errors import FSDPError
 from .flat_param import FlatParameter
-from .groups import Groups, next_number
+from .groups import Groups
 from .ignored import IgnoredGradients
-from .order import BACKWARD, KINDS, REDUCE, Order, Pass
+from .materialize import was_filled
+from .order import BACKWARD, FORWARD, KINDS, REDUCE, Order, Pass
 from .parameter import engine_access
 from .saved_weights import guard_saved_weights, stop_guarding
 from .unit import Call, UnitState
@@ -60,6 +61,7 @@ class Schedule:
         self._on_cpu = on_cpu
         self._guarding = False
         self._clock = 0
+        self._copies = 0
         self._forward: Pass | None = None
         self._forward_key: Any = None
         self._backward: Pass | None = None
@@ -106,10 +108,14 @@ class Schedule:
         for lane in {id(flat.gather_lane): flat.gather_lane for u in self.units for flat in u.flats}.values():
             lane.wait_for_compute()  # the optimizer's writes come before the casts of this step
         with_grad = torch.is_grad_enabled()
-        self._forward_key = ("forward", unit.index, with_grad)
+        self._forward_key = ("forward", unit.index, with_grad, self._is_stale())
         self._forward = self.order.start(self._forward_key)
         if with_grad:
             self._guarding = guard_saved_weights()
+
+    def _is_stale(self) -> bool:
+        """Whether this pass gathers what rests full (stages 1 and 2): passes that do and that do not differ."""
+        return any(flat.rests_full and flat.needs_gather for unit in self.units for flat in unit.flats)
 
     def leave(self, unit: UnitState, is_recompute: bool, has_failed: bool) -> None:
         """A unit's call is over. After the outermost one only what a backward will need stays gathered."""
@@ -138,14 +144,20 @@ class Schedule:
         with engine_access():
             for unit in self.units:
                 for flat in unit.flats:
-                    if flat.sync_requires_grad():
+                    if not flat.trainable and flat.sync_requires_grad():
                         frozen_no_more.append(flat)
+        self.ignored.follow_requires_grad()
         for flat in frozen_no_more:
             self.regroup(flat)
             self.order.forget()
 
     def _refuse_unfilled(self) -> None:
+        for name, place in list(self.unfilled.items()):
+            if not isinstance(place[0], FlatParameter) and was_filled(*place):
+                del self.unfilled[name]  # a buffer that was written since
         names = sorted(self.unfilled)
+        if not names:
+            return
         raise FSDPError(
             "tensors built on the meta device were never filled",
             found=", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else ""),
@@ -178,7 +190,7 @@ class Schedule:
             return
         for code in current.upcoming():
             index, coming = Order.decode(code)
-            if coming == REDUCE:
+            if coming not in (FORWARD, BACKWARD):
                 continue
             following = self.units[index]
             if following is unit or not following.flats:
@@ -243,7 +255,7 @@ class Schedule:
         self.announce(REDUCE, unit)
         for flat in unit.flats:
             gradient = flat.gradient
-            if gradient is None or not (gradient.has_unreduced or any(leaf.requires_grad for leaf in flat.leaves)):
+            if gradient is None or not (gradient.has_unreduced or flat.trains):
                 continue  # all others are sent, zeros if need be: another rank may have gradients there
             if gradient.is_reducing or flat.stage.shards_gradients:
                 self.finish_reductions()  # at most one in flight beside the one that fills next
@@ -290,7 +302,8 @@ class Schedule:
             used = bytearray().join(flat.gradient.used for flat in flats) + self.ignored.used()
             used = self.agreement.compare(used)
             self.finish_reductions()
-            self.ignored.reduce(used[sum(len(flat.users) for flat in flats) :])
+            if self.root.requires_sync:
+                self.ignored.reduce(used[sum(len(flat.users) for flat in flats) :])
             bound = self._bind(flats, used)
         else:
             bound = []
@@ -299,6 +312,8 @@ class Schedule:
             for flat in unit.flats:
                 if flat.gradient is not None and flat.gradient.has_unreduced:
                     flat.gradient.bind_pending()
+        if not self.root.requires_sync:
+            self.ignored.bind_pending()
         self.order.stop(self._backward_key(), self._backward)
         self._backward = None
         self.in_backward = False
@@ -376,7 +391,8 @@ class Schedule:
     # ------------------------------------------------------------------ copies
 
     def __deepcopy__(self, memo: dict) -> Schedule:
-        twin = Schedule(None, next_number(self.groups), self._on_cpu)
+        self._copies += 1
+        twin = Schedule(None, self.order.number * 31 + self._copies, self._on_cpu)
         memo[id(self)] = twin
         twin.divide_factor = self.divide_factor
         twin.regroup = self.regroup

@@ -7,6 +7,8 @@ lane allocates is freed on that lane, ordered after the computation that used it
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 __all__ = ["Lane", "CudaLane", "lane_for"]
@@ -34,16 +36,22 @@ class CudaLane(Lane):
     def __init__(self, device: torch.device, priority: int) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device, priority=priority)
-        self._context: list[torch.cuda.StreamContext] = []
+        self._entered = threading.local()  # backward runs on a thread of its own
 
     def __enter__(self) -> CudaLane:
+        outer = torch.cuda.current_stream(self.device)
         context = torch.cuda.stream(self.stream)
         context.__enter__()
-        self._context.append(context)
+        self._stack().append((outer, context))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._context.pop().__exit__(*exc)
+        self._stack().pop()[1].__exit__(*exc)
+
+    def _stack(self) -> list[tuple[torch.cuda.Stream, torch.cuda.StreamContext]]:
+        if not hasattr(self._entered, "stack"):
+            self._entered.stack = []
+        return self._entered.stack
 
     def wait_for_compute(self) -> None:
         self.stream.wait_stream(self._compute())
@@ -52,9 +60,9 @@ class CudaLane(Lane):
         self._compute().wait_stream(self.stream)
 
     def _compute(self) -> torch.cuda.Stream:
-        current = torch.cuda.current_stream(self.device)
-        assert current != self.stream, "inside the lane the current stream is the lane: nothing would be ordered"
-        return current
+        """The computation's stream: inside the lane it is not the current one."""
+        stack = self._stack()
+        return stack[0][0] if stack else torch.cuda.current_stream(self.device)
 
 
 _IDLE = Lane()

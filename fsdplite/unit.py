@@ -18,7 +18,8 @@ from . import events
 from .errors import ParameterUseError
 from .flat_param import FlatParameter, owner_of
 from .groups import Groups
-from .order import BACKWARD, FORWARD, KINDS
+from .order import BACKWARD, FORWARD, KINDS, RESIDENT
+from .parameter import engine_access
 from .precision import Precision
 from .recompute import refuse_lost_gradients
 from .stage import Stage
@@ -157,9 +158,11 @@ class UnitState:
         except BaseException:
             for flat in self.flats:
                 flat.settle()
-            self._leave(call, is_recompute, keep=False)
-            # In recomputation, an exception is how non-reentrant checkpointing stops early.
-            schedule.leave(self, is_recompute, has_failed=not is_recompute)
+            try:
+                self._leave(call, is_recompute, keep=False)
+            finally:
+                # In recomputation, an exception is how non-reentrant checkpointing stops early.
+                schedule.leave(self, is_recompute, has_failed=not is_recompute)
             raise
         if events.active is not None:
             events.active.emit("forward_stop", self.name)
@@ -180,7 +183,10 @@ class UnitState:
 
     def _gather(self, kind: int) -> None:
         schedule = self.schedule
-        schedule.announce(kind, self)
+        if kind == FORWARD:
+            self._follow_requires_grad()
+        sends = any(flat.needs_gather for flat in self.flats)
+        schedule.announce(kind if sends else RESIDENT, self)
         waiting = schedule.agreement.waiting(self, KINDS[kind])
         for flat in self.flats:
             flat.unshard(waiting)
@@ -191,6 +197,18 @@ class UnitState:
             flat.bind_full()
         if events.active is not None:
             events.active.emit("wait", self.name)
+
+    def _follow_requires_grad(self) -> None:
+        with engine_access():
+            thawed = next((flat for flat in self.flats if flat.sync_requires_grad()), None)
+        if thawed is not None:
+            raise ParameterUseError(
+                "a frozen parameter was unfrozen while its model runs",
+                unit=self.name,
+                parameter=thawed.names[0],
+                rank=self.groups.rank,
+                cure="change requires_grad before the outermost module is called",
+            )
 
     def gather_ahead(self, kind: int) -> bool:
         """Start to gather because this unit is expected next. True if it was not there."""
@@ -233,7 +251,8 @@ class UnitState:
     def _check_not_a_weight(self, tensor: torch.Tensor) -> None:
         flat = owner_of(tensor)
         if flat is not None and flat.unit is self:
-            name = next((n for n, leaf in zip(flat.names, flat.leaves) if leaf.data_ptr() == tensor.data_ptr()), None)
+            with engine_access():
+                name = next((n for n, l in zip(flat.names, flat.leaves) if l.data_ptr() == tensor.data_ptr()), None)
             raise ParameterUseError(
                 "a unit returned one of its own weights, which are gone when its forward ends",
                 unit=self.name,
@@ -290,7 +309,10 @@ class UnitState:
 
     def count_trainable(self) -> None:
         """How many leaves complete this unit's backward; 0 if frozen weights may be needed after the last of them."""
-        flags = [leaf.requires_grad for flat in self.flats for leaf in flat.leaves]
+        with engine_access():
+            for flat in self.flats:
+                flat.trains = any(leaf.requires_grad for leaf in flat.leaves)
+            flags = [leaf.requires_grad for flat in self.flats for leaf in flat.leaves]
         self._expected = len(flags) if all(flags) else 0
         self._expected_any = any(flags)
 

@@ -120,6 +120,8 @@ class _Watchdog(threading.Thread):
             time.sleep(1.0)
             now = time.monotonic()
             with self._lock:
+                while self._pending and self._pending[0].work.is_completed():
+                    self._pending.popleft()  # NCCL's work keeps its tensors
                 late = next((e for e in self._pending if e.deadline < now and not e.work.is_completed()), None)
             if late is not None:
                 error = diagnose(late.groups, late.waiting, "no completion on the device")

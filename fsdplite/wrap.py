@@ -18,8 +18,9 @@ from . import optimizer_hooks
 from .collectives import broadcast
 from .control import FLAGS, WRAP, exchange, exchange_texts
 from .dynamo import hide_from_dynamo
-from .errors import ConfigError, PolicyError, RankMismatchError, UnknownOptionError
-from .flat_param import FlatParameter, FlatSpec
+from .errors import ConfigError, PolicyError, RankMismatchError, UnknownOptionError, WrapError
+from .flat_param import FlatParameter
+from .flat_spec import FlatSpec
 from .fsdp_unit import become_unit, state_of
 from .groups import Groups, next_number, resolve_groups
 from .low_precision import keep_in_fp32, kept_modules
@@ -107,6 +108,17 @@ def fsdp_wrap(
         for spec in plan.units:
             for param in spec.params:
                 refuse_gradients(param.parameter, user_name(param.name), groups.rank)
+                _refuse_subclass(param.parameter, user_name(param.name))
+        for name, nested in plan.nested:
+            if state_of(nested).groups.ranks != groups.ranks:
+                raise WrapError(
+                    "a unit inside the model is sharded over other ranks than the model",
+                    expected=f"ranks {list(groups.ranks)}",
+                    found=f"ranks {list(state_of(nested).groups.ranks)}",
+                    unit=user_name(name),
+                    cure="wrap both over the same ranks (a 2-D mesh may shard them differently), or leave the inner "
+                    "one out of the outer model",
+                )
     except Exception as error:  # also what a user's predicate raises: the other ranks must hear of it
         failure = error
     description = None
@@ -239,8 +251,10 @@ class _Wrapping:
         if self.sync:
             for spec in plan.ignored_params:
                 p = spec.parameter
-                if p.requires_grad and not p.is_meta:
-                    broadcast(p.data, self.groups, Waiting("", f"broadcast of {spec.name}", 0))
+                if p.is_floating_point() and not p.is_meta and p.device.type == self.device.type:
+                    value = p.data.contiguous()
+                    broadcast(value, self.groups, Waiting("", f"broadcast of {spec.name}", 0))
+                    p.data.copy_(value)
         return materializer
 
     def _schedule(self, states: list[tuple[UnitSpec, UnitState]]) -> Schedule:
@@ -268,7 +282,7 @@ class _Wrapping:
             for name, parameter in old.ignored.release():
                 schedule.ignored.add(prefix + name, parameter)
         for spec in self.plan.ignored_params:
-            if spec.parameter.requires_grad:
+            if spec.parameter.is_floating_point():
                 schedule.ignored.add(spec.name, spec.parameter)
         return schedule
 
@@ -299,6 +313,17 @@ def _refuse_unknown(name: str) -> None:
     )
 
 
+def _refuse_subclass(parameter: nn.Parameter, name: str) -> None:
+    """A subclass has behaviour of its own that a slice would break in silence. (Fake tensors are none of a user's.)"""
+    cls = type(parameter)
+    if cls is not nn.Parameter and not cls.__module__.startswith("torch."):
+        raise WrapError(
+            f"a parameter is of class {cls.__name__}, a subclass of nn.Parameter",
+            parameter=name,
+            cure="make it a plain nn.Parameter, or leave it whole with fsdp_wrap(..., ignored=(parameter,))",
+        )
+
+
 def _check_options(offload: Any, prefetch: Any, reshard_after_forward: Any) -> None:
     if offload is not None:
         raise ConfigError("offload is not part of this version", expected="offload=None", found=repr(offload))
@@ -317,6 +342,17 @@ def _check_methods(module: nn.Module, methods: Any) -> tuple[str, ...]:
         methods = (methods,)
     methods = tuple(methods)
     for name in methods:
+        for m in module.modules():
+            found = inspect.getattr_static(type(m), name, None)
+            if isinstance(found, (staticmethod, classmethod)) or any(
+                is_kind(found)
+                for is_kind in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+            ):
+                raise PolicyError(
+                    f"forward_methods cannot serve '{name}' of {type(m).__name__}: weights are whole while a call "
+                    "runs, and this is a static or class method, a generator or a coroutine",
+                    cure="name a plain method that computes and returns; a generator may call it for each item",
+                )
         if not any(callable(getattr(type(m), name, None)) for m in module.modules()):
             present = sorted(
                 {n for m in module.modules() for n in vars(type(m)) if not n.startswith("_") and callable(getattr(m, n))}
