@@ -305,6 +305,7 @@ def nothing_grows() -> None:
     fsdp.fsdp_wrap(model, fsdp.by_class("Block"))
     optimizer = adamw(model)
     train_rank(model, optimizer, range(20), stack_batch, here.rank)
+    time.sleep(0.2)  # the transport lets go of the last message
     before = tensors_alive()
     tracemalloc.start()
     try:
