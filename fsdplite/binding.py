@@ -94,6 +94,11 @@ class Binding:
             if index in gone:
                 (place if type(place) is dict else _Attributes(place))[key] = leaf if self.is_bound else user
 
+    @property
+    def shows_others(self) -> bool:
+        """Whether ``full_params`` shows any of the parameters at the moment."""
+        return bool(self._others)
+
     def shows(self, index: int) -> bool:
         """Whether modules see a whole tensor for parameter ``index`` at the moment."""
         return self.is_bound or index in self._others

@@ -135,6 +135,14 @@ class FSDPUnit:
         return super()._apply(fn, recurse)
 
     def __deepcopy__(self, memo: dict) -> Any:
+        unit = state_of(self)
+        if unit is not None and (unit.is_active or any(f.binding.is_bound or f.binding.shows_others for f in unit.flats)):
+            raise FSDPError(
+                "a unit cannot be copied while its full weights are shown",
+                unit=unit.name,
+                rank=unit.groups.rank,
+                cure="copy outside the forward, the backward and full_params",
+            )
         own = getattr(super(), "__deepcopy__", None)
         if own is not None:
             return own(memo)

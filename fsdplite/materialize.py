@@ -50,6 +50,7 @@ class Materializer:
         self._first_has = first_has
         self._device = device
         self._placed: set[int] = set()
+        self._real_buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # Values from rank 0 arrive in one buffer: the backend may hold the last one a moment longer than it says.
         arriving = [p.numel() * p.element_size() for f, i in owners.values() if (p := f.users[i]).is_meta]
         self._staging: torch.Tensor | None = torch.empty(max(arriving, default=0) if sync else 0, dtype=torch.uint8, device=device)
@@ -79,6 +80,10 @@ class Materializer:
         meta_buffers = {
             key: b for key, b in module._buffers.items() if b is not None and b.is_meta and (id(module), key) in buffers
         }
+        for key, b in list(meta_buffers.items()):
+            if id(b) in self._real_buffers:  # one tensor in two modules stays one
+                module._buffers[key] = self._real_buffers[id(b)][1]
+                del meta_buffers[key]
         given = self._given(meta, meta_buffers, module, buffers)
         values: dict[str, torch.Tensor] = {key: p.detach() for key, p in fresh.items() if not p.is_meta}
         empty: set[str] = set()
@@ -86,6 +91,7 @@ class Materializer:
             if given:
                 for key, b in meta_buffers.items():
                     module._buffers[key] = torch.empty_like(b, device=self._device)
+                    self._real_buffers[id(b)] = (b, module._buffers[key])
             else:
                 made, empty = self._initialise(module, owned, meta, meta_buffers)
                 values.update(made)
@@ -152,6 +158,7 @@ class Materializer:
         made_buffers = {}
         for key, b in meta_buffers.items():
             made_buffers[key] = module._buffers[key] = _blank(torch.empty_like(b, device=self._device))
+            self._real_buffers[id(b)] = (b, made_buffers[key])
         watched = {**{key: stand_ins[key] for key in meta}, **made_buffers}
         versions = {key: tensor._version for key, tensor in watched.items()}
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)

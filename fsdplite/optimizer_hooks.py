@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .errors import GradientError, ShardedAccessError, WrapError
+from .flat_param import owner_of
 from .gradient import PendingGrad, ShardedGrad, pending_error
 from .parameter import RestingLeaf, ShardedParameter, engine_access, info_of, read_grad
 
@@ -41,6 +42,8 @@ def _sharded(optimizer: Any) -> list[torch.Tensor]:
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     _forget_dead_steps()
+    if optimizer not in _checked:
+        _refuse_full_tensors(optimizer)
     sharded = _sharded(optimizer)
     if not sharded:
         return
@@ -54,15 +57,20 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     _flip(sharded)
 
 
-def _check_others(optimizer: Any, sharded: list[torch.Tensor]) -> None:
-    """Parameters of a wrapped model that no unit owns would train on each rank by itself, or not at all."""
-    others = [p for group in optimizer.param_groups for p in group["params"] if type(p) is not ShardedParameter]
-    for p in others:
-        if type(p) is RestingLeaf or "_fsdp_is_shown" in p.__dict__ or info_of(p) is not None:
+def _refuse_full_tensors(optimizer: Any) -> None:
+    """Tensors shown by a forward or by ``full_params`` are not the parameters: updating them changes nothing."""
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if type(p) is RestingLeaf or "_fsdp_is_shown" in p.__dict__ or owner_of(p) is not None:
             raise GradientError(
                 "the optimizer holds a full tensor that was shown for a while, not the parameter",
                 cure="build the optimizer outside full_params and outside the forward",
             )
+
+
+def _check_others(optimizer: Any, sharded: list[torch.Tensor]) -> None:
+    """Parameters of a wrapped model that no unit owns would train on each rank by itself, or not at all."""
+    others = [p for group in optimizer.param_groups for p in group["params"] if type(p) is not ShardedParameter]
+    for p in others:
         ignored = p.__dict__.get("_fsdp_ignored")
         if ignored is not None:
             ignored[0].refuse_pending(ignored[1])
@@ -168,6 +176,14 @@ def _check_state(optimizer: Any, sharded: list[torch.Tensor]) -> None:
 def _check_gradients(sharded: list[torch.Tensor]) -> None:
     flats = {id(info.flat): info.flat for p in sharded if (info := info_of(p))}
     for flat in flats.values():
+        if flat.binding.shows_others:
+            raise GradientError(
+                "an optimizer step inside full_params would leave the full tensors stale",
+                unit=flat.unit_name,
+                parameter=flat.names[0],
+                rank=flat.groups.rank,
+                cure="leave full_params before optimizer.step()",
+            )
         if flat.gradient is not None:
             flat.gradient.refuse_pending()
     with engine_access():

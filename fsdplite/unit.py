@@ -384,7 +384,8 @@ class _CastBuffers:
         for place, key in self._places:
             own = place.get(key)
             if own is not None and own.is_floating_point() and own.dtype != self._dtype:
-                cast = own.to(self._dtype)
+                shared = next((saved for saved in self._saved if saved[2] is own), None)
+                cast = own.to(self._dtype) if shared is None else shared[3]
                 self._saved.append((place, key, own, cast, cast._version))
                 place[key] = cast
 
