@@ -60,6 +60,8 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 def _refuse_full_tensors(optimizer: Any) -> None:
     """Tensors shown by a forward or by ``full_params`` are not the parameters: updating them changes nothing."""
     for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if type(p) is ShardedParameter:
+            continue
         if type(p) is RestingLeaf or "_fsdp_is_shown" in p.__dict__ or owner_of(p) is not None:
             raise GradientError(
                 "the optimizer holds a full tensor that was shown for a while, not the parameter",
