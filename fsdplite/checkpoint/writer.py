@@ -91,34 +91,36 @@ class _Worker(threading.Thread):
 
 
 class _Checksums:
-    """Computes the checksums of a block while the same block is being written: large blocks in threads.
+    """Computes checksums while the same bytes are being written: those of large blocks in threads.
 
     Not a pool of the standard library: those refuse work while the interpreter exits, and a save is finished then.
     """
 
     def __init__(self, is_threaded: bool) -> None:
-        self.values: list[int] = []
         count = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) - 1)) if is_threaded else 0
         self._workers = [_Worker() for _ in range(count)]
-        self._busy: list[_Worker] = []
+        self._results: list[list[int] | _Worker] = []  # in order: known, or the next one of a worker
         for worker in self._workers:
             worker.start()
 
     def begin(self, view: memoryview) -> None:
+        """Take the next block. Its memory must stay as it is until :meth:`finish`."""
         if not self._workers or len(view) < _THREADED_BYTES:
-            self.values += chunk_checksums(view)
+            self._results.append(chunk_checksums(view))
             return
         chunks = -(-len(view) // CHUNK_BYTES)
         share = -(-chunks // len(self._workers)) * CHUNK_BYTES
         for worker, start in zip(self._workers, range(0, len(view), share)):
             worker.views.put(view[start : start + share])
-            self._busy.append(worker)
+            self._results.append(worker)
 
-    def finish(self) -> None:
-        """The block's memory may be used again after this."""
-        for worker in self._busy:
-            self.values += worker.results.get()
-        self._busy.clear()
+    def finish(self) -> list[int]:
+        """Wait for all that was begun; the checksums of all chunks so far."""
+        known: list[int] = []
+        for result in self._results:
+            known += result.results.get() if isinstance(result, _Worker) else result
+        self._results = [known]
+        return known
 
     def close(self) -> None:
         for worker in self._workers:
@@ -148,20 +150,18 @@ def write_rank_file(
     try:
         header = b""
         if fs.is_remote:  # written from start to end, so the data are looked at twice
-            for view in _views(specs, data):
+            for view in _views(specs, data, checksums):
                 checksums.begin(view)
-                checksums.finish()
-            header = build_header(specs, checksums=checksums.values)
+            header = build_header(specs, checksums=checksums.finish())
             write_exactly(fs, file, 0, memoryview(header))
         blocks = _Blocks(fs, file, header_bytes, progress)
-        for view in _views(specs, data):
+        for view in _views(specs, data, checksums):
             if not header:
                 checksums.begin(view)
             blocks.add(view)
-            checksums.finish()
         blocks.flush()
         if not header:
-            header = build_header(specs, checksums=checksums.values)
+            header = build_header(specs, checksums=checksums.finish())
             write_exactly(fs, file, 0, memoryview(header))
         fs.flush(file)
     finally:
@@ -171,9 +171,13 @@ def write_rank_file(
     return Written(blocks.offset, len(header), zlib.crc32(header), len(specs), blocks.offset - len(header))
 
 
-def _views(specs: list[TensorSpec], data: dict[str, torch.Tensor]) -> Iterator[memoryview]:
+def _views(specs: list[TensorSpec], data: dict[str, torch.Tensor], checksums: _Checksums) -> Iterator[memoryview]:
     for spec in specs:
-        yield from host_blocks(data[spec.name], BLOCK_BYTES)
+        tensor = data[spec.name]
+        for view in host_blocks(tensor, BLOCK_BYTES):
+            yield view
+            if tensor.device.type != "cpu":
+                checksums.finish()  # the next block comes into the same memory
 
 
 def _check_header(fs: FileSystem, path: str, header: bytes) -> None:
