@@ -44,6 +44,10 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     _forget_dead_steps()
     if optimizer not in _checked:
         _refuse_full_tensors(optimizer)
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if "_fsdp_ignored" in p.__dict__:
+            ignored, index = p.__dict__["_fsdp_ignored"]
+            ignored.refuse_pending(index)
     sharded = _sharded(optimizer)
     if not sharded:
         return
@@ -72,10 +76,6 @@ def _refuse_full_tensors(optimizer: Any) -> None:
 def _check_others(optimizer: Any, sharded: list[torch.Tensor]) -> None:
     """Parameters of a wrapped model that no unit owns would train on each rank by itself, or not at all."""
     others = [p for group in optimizer.param_groups for p in group["params"] if type(p) is not ShardedParameter]
-    for p in others:
-        ignored = p.__dict__.get("_fsdp_ignored")
-        if ignored is not None:
-            ignored[0].refuse_pending(ignored[1])
     loose = {id(p): p for p in others if p.requires_grad and "_fsdp_ignored" not in p.__dict__}
     if not loose:
         return

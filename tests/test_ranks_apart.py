@@ -1,0 +1,90 @@
+"""Ranks that do different things where sizes agree: each of these exchanged foreign weights in silence once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fsdplite as fsdp
+from tests.harness import Vec, expect_loud, here, run
+
+
+def two_equal_models() -> None:
+    first, second = fsdp.fsdp_wrap(Vec(4, 1.0)), fsdp.fsdp_wrap(Vec(4, 2.0))
+    models = (first, second) if here.rank == 0 else (second, first)
+
+    def both() -> None:
+        (models[0](1.0) + models[1](1.0)).backward()
+
+    expect_loud(both)
+
+
+def test_two_equal_models_in_another_order() -> None:
+    run(2, two_equal_models, fresh=True, pg_timeout_s=5)
+
+
+def other_divisors() -> None:
+    model = fsdp.fsdp_wrap(Vec(4, 1.0))
+    model.set_gradient_divide_factor(1.0 + here.rank)
+    expect_loud(lambda: model(1.0).backward())
+
+
+def test_a_divisor_that_differs() -> None:
+    run(2, other_divisors, fresh=True, pg_timeout_s=5)
+
+
+def steps_of_other_blocks() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fsdp.fsdp_wrap(model, fsdp.by_class(nn.Linear), stage=1, prefetch=0)
+    x = torch.ones(2, 4)
+    optimizers = [torch.optim.SGD(block.parameters(), lr=0.1) for block in model]
+    model(x).sum().backward()
+    optimizers[here.rank].step()
+    expect_loud(lambda: model(x).sum().backward())
+
+
+def test_shards_that_changed_on_one_rank_only() -> None:
+    run(2, steps_of_other_blocks, fresh=True, pg_timeout_s=5)
+
+
+def gradient_on_one_rank() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fsdp.fsdp_wrap(model, fsdp.by_class(nn.Linear))
+    x = torch.ones(2, 4)
+    model(x).sum().backward()
+
+    def on_rank_0() -> None:
+        if here.rank == 0:
+            fsdp.full_grad(model, "0.weight")
+        model(x).sum().backward()
+
+    expect_loud(on_rank_0)
+
+
+def test_a_gradient_gathered_on_one_rank_only() -> None:
+    run(2, gradient_on_one_rank, fresh=True, pg_timeout_s=5)
+
+
+class MixedParts(nn.Module):
+    """One unit of two dtypes; which of them gets a gradient depends on the rank's data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Parameter(torch.ones(4, dtype=torch.float32))
+        self.wide = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, part: str) -> torch.Tensor:
+        return getattr(self, part).sum()
+
+
+def parts_by_rank() -> None:
+    model = fsdp.fsdp_wrap(MixedParts())
+    model("narrow" if here.rank == 0 else "wide").backward()
+    for name in ("narrow", "wide"):
+        # One rank's gradient is 1, the other's 0: the mean is 1/2.
+        assert torch.equal(fsdp.full_grad(model, name), torch.full((4,), 0.5, dtype=getattr(model, name).dtype)), name
+
+
+def test_parts_of_a_unit_that_only_some_ranks_use() -> None:
+    run(2, parts_by_rank)
