@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Iterator
 
 import torch
 from torch import nn
@@ -13,7 +13,9 @@ from ..errors import CheckpointError
 from ..flat_param import FlatParameter
 from ..fsdp_unit import state_of
 from ..gradient import pending_error
+from ..materialize import was_filled
 from ..parameter import info_of
+from ..schedule import Schedule
 from ..unit import UnitState
 from .manifest import is_reserved
 from .tensor_bytes import dtype_name, flat_view
@@ -199,13 +201,20 @@ def refuse_unready(state: ModelState) -> None:
         )
 
 
+def unfilled(state: ModelState) -> Iterator[tuple[str, Schedule, str]]:
+    """Tensors from the meta device that nobody gave values: name in this model, schedule, and name in its table."""
+    seen = set()
+    for name, unit in state.units.items():
+        if id(unit.schedule) in seen:
+            continue
+        seen.add(id(unit.schedule))
+        prefix = name.removesuffix(unit.name).rstrip(".")
+        for inner, place in list(unit.schedule.unfilled.items()):
+            if isinstance(place[0], FlatParameter) or not was_filled(*place):
+                yield plain_name(f"{prefix}.{inner}" if prefix else inner), unit.schedule, inner
+
+
 def unfilled_names(state: ModelState) -> list[str]:
     """Names of tensors that came from the meta device and that nobody gave values."""
-    found: dict[int, tuple[str, Any]] = {}
-    for name, unit in state.units.items():
-        found.setdefault(id(unit.schedule), (name.removesuffix(unit.name).rstrip("."), unit.schedule))
-    names = []
-    for prefix, schedule in found.values():
-        names += [f"{prefix}.{name}" if prefix else name for name in schedule.unfilled]
-    names += [t.name for t in state.tensors if t.flat is None and t.tensor.is_meta and not names]
-    return sorted(names)
+    names = {name for name, _, _ in unfilled(state)}
+    return sorted(names | {t.name for t in state.tensors if t.flat is None and t.tensor.is_meta})

@@ -213,11 +213,10 @@ def _trust(state: ModelState, loaded: list[ModelTensor]) -> None:
             entry.flat.mark_filled(entry.index)
     for flat in {id(entry.flat): entry.flat for entry in loaded if entry.flat is not None}.values():
         flat.mark_updated()
-    filled = {(id(entry.place[0]), entry.place[1]) for entry in loaded if entry.place is not None}
-    for schedule in {id(unit.schedule): unit.schedule for unit in state.units.values()}.values():
-        for name, (owner, key) in list(schedule.unfilled.items()):
-            if (id(owner), key) in filled:
-                del schedule.unfilled[name]
+    names = {name for entry in loaded for name in entry.names}
+    for name, schedule, inner in model_state.unfilled(state):
+        if name in names:
+            del schedule.unfilled[inner]
 
 
 def _distrust(loaded: list[ModelTensor]) -> None:
