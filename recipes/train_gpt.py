@@ -6,6 +6,7 @@ Read it from top to bottom: data, model, wrap, loop. The only lines that know ab
     torchrun --standalone --nproc-per-node 2 recipes/train_gpt.py          two ranks on this machine
     torchrun --standalone --nproc-per-node 2 recipes/train_gpt.py --json   JSON lines for a program to read
 
+With `--save DIR` it leaves checkpoints, and with `--resume` beside it goes on from the newest, on any number of ranks.
 Every rank count and stage sees the same global batches, so their losses can be laid side by side.
 """
 
@@ -70,16 +71,24 @@ def options() -> argparse.Namespace:
     add("--batch", type=int, default=16, help="rows in one step, over all ranks")
     add("--accumulation", type=int, default=1, help="backward passes that a step is split into")
     add("--lr", type=float, default=4e-3, help="highest learning rate")
+    add("--lr-steps", type=int, default=0, help="length of its schedule; 0 is the resumed run's, or else --steps")
     add("--clip", type=float, default=1.0, help="largest gradient norm")
     add("--seed", type=int, default=0, help="of weights, batches and sample")
     add("--interval", type=int, default=50, help="steps between two reports")
     add("--sample", type=int, default=300, help="bytes of text to generate at the end")
+    add("--save", metavar="DIR", help="where checkpoints go: the last step's, and the one before")
+    add("--save-every", type=int, default=0, metavar="N", help="steps between checkpoints; 0 saves at the end alone")
+    add("--resume", action="store_true", help="go on from the newest checkpoint in --save, if there is one")
     add("--threads", type=int, default=0, help="CPU threads of a rank; 0 shares the cores among the ranks")
     add("--json", action="store_true", help="report as JSON lines")
     args = parser.parse_args()
-    for name in ("block", "steps", "batch", "accumulation", "interval"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name}: expected at least 1, found {getattr(args, name)}")
+    least = {"block": 1, "steps": 1, "batch": 1, "accumulation": 1, "interval": 1, "lr_steps": 0, "save_every": 0}
+    for name, minimum in least.items():
+        if getattr(args, name) < minimum:
+            option = name.replace("_", "-")
+            parser.error(f"--{option}: expected at least {minimum}, found {getattr(args, name)}")
+    if (args.resume or args.save_every) and not args.save:
+        parser.error("--resume and --save-every: expected --save DIR beside them")
     return args
 
 
@@ -235,8 +244,8 @@ def live_tensor_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
-    # Called on the base class: slices of a wrapped model refuse to hand out their storage.
-    storages = {s._cdata: s.nbytes() for s in map(torch.Tensor.untyped_storage, tensors)}
+    with torch._C.DisableTorchFunctionSubclass():  # tensors of a wrapped model refuse to hand out their storage
+        storages = {s._cdata: s.nbytes() for s in map(torch.Tensor.untyped_storage, tensors)}
     return sum(storages.values())
 
 
@@ -250,8 +259,8 @@ def peak_bytes(device: torch.device) -> int:
 class Report:
     """What rank 0 says: a live bar on a terminal, one line per interval elsewhere, JSON lines for programs."""
 
-    def __init__(self, steps: int, speaks: bool, as_json: bool) -> None:
-        self.speaks, self.as_json, self.steps = speaks, as_json, steps
+    def __init__(self, first: int, steps: int, speaks: bool, as_json: bool) -> None:
+        self.speaks, self.as_json = speaks, as_json
         self.live = None
         if speaks and not as_json and sys.stdout.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -259,7 +268,7 @@ class Report:
             self.live = Progress(
                 MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}"), TimeElapsedColumn()
             )
-            self.task = self.live.add_task("starting", total=steps)
+            self.task = self.live.add_task("starting", completed=first, total=steps)
             self.live.start()
 
     def say(self, event: str, text: str, **fields: object) -> None:
@@ -283,15 +292,40 @@ class Report:
             self.live = None
 
 
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def save(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Each rank writes its slice. Batches are drawn by number, so the step is also the position in the data."""
+    rng = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        rng["cuda"] = torch.cuda.get_rng_state()
+    extra = {"lr_steps": args.lr_steps}
+    fsdp.save_checkpoint(args.save, model, optimizer, step=step, extra=extra, per_rank={"rng": rng}, keep=2)
+
+
+def resume(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Loads the newest checkpoint, if there is one. Returns how many steps are done."""
+    if fsdp.latest_step(args.save) is None:
+        return 0
+    loaded = fsdp.load_checkpoint(args.save, model, optimizer)
+    args.lr_steps = args.lr_steps or loaded.extra["lr_steps"]
+    if loaded.per_rank:  # a rank that the saving run did not have keeps the state it was seeded with
+        torch.set_rng_state(loaded.per_rank["rng"]["cpu"])
+        if torch.cuda.is_available() and "cuda" in loaded.per_rank["rng"]:
+            torch.cuda.set_rng_state(loaded.per_rank["rng"]["cuda"])
+    return loaded.step
+
+
 # ---------------------------------------------------------------------------------------------------------------- loop
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
     """Up over the first 50 steps (a quarter of a short run), then down along a cosine to a tenth."""
-    warm_up = max(1, min(50, args.steps // 4))
+    warm_up = max(1, min(50, args.lr_steps // 4))
     if step < warm_up:
         return args.lr * (step + 1) / warm_up
-    done = (step - warm_up) / max(1, args.steps - warm_up)
+    done = min(1.0, (step - warm_up) / max(1, args.lr_steps - warm_up))
     return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
@@ -340,7 +374,12 @@ def main() -> None:
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
 
-    report = Report(args.steps, speaks=rank == 0, as_json=args.json)
+    first = resume(args, model, optimizer) if args.resume else 0
+    args.lr_steps = args.lr_steps or args.steps
+    if first >= args.steps:
+        raise SystemExit(f"--steps: expected more than the {first} that {args.save} has behind it, found {args.steps}")
+
+    report = Report(first, args.steps, speaks=rank == 0, as_json=args.json)
     report.say(
         "start",
         f"{args.size} GPT, {parameters:,} parameters, stage {args.stage}, {args.precision}, "
@@ -351,11 +390,13 @@ def main() -> None:
         parameters=parameters, world_size=world_size, unigram_entropy=entropy, train_bytes=len(train_text),
         held_out_bytes=len(held_out_text), **vars(args),
     )
+    if first:
+        report.say("resumed", f"resumed from {args.save} after step {first}", step=first, path=args.save)
 
     # Loop
     started = interval_started = time.perf_counter()
     interval_tokens = rest_bytes = 0
-    for step in range(args.steps):
+    for step in range(first, args.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
         step_loss = torch.zeros((), device=device)
@@ -369,7 +410,7 @@ def main() -> None:
         interval_tokens += args.batch * args.block
 
         last = step + 1 == args.steps
-        if step == 1 or (last and not rest_bytes):  # by now the optimizer has its state
+        if step == first + 1 or (last and not rest_bytes):  # by now the optimizer has its state
             del tokens, targets, loss
             rest_bytes = live_tensor_bytes(device) - before_bytes
         report.advance(step_loss, norm)
@@ -384,7 +425,10 @@ def main() -> None:
                 step=step + 1, loss=train_loss, held_out_loss=held_out_loss, grad_norm=norm.item(),
                 lr=learning_rate(step, args), tokens_per_s=tokens_per_s, rest_bytes=rest_bytes, peak_bytes=peak,
             )
-        if step == 0 or (step + 1) % args.interval == 0:  # the first step also loads and allocates, so it is not timed
+        if args.save and (last or (args.save_every and (step + 1) % args.save_every == 0)):
+            save(args, model, optimizer, step + 1)
+            report.say("saved", f"saved step {step + 1} in {args.save}", step=step + 1, path=args.save)
+        if step == first or (step + 1) % args.interval == 0:  # the first step also loads and allocates: not timed
             interval_started, interval_tokens = time.perf_counter(), 0
     trained_s = time.perf_counter() - started
     report.close()

@@ -95,6 +95,19 @@ def test_one_rank_trains(one_rank: list[dict]) -> None:
     assert 12 * start["parameters"] <= steps[-1]["rest_bytes"] < 13 * start["parameters"]
 
 
+def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
+    every_step = (*TINY, "--interval", "1", "--sample", "0")
+    saving = (*every_step, "--save", str(tmp_path), "--resume")  # in an empty folder there is nothing to resume from
+    straight = train(*every_step, "--steps", "8")
+    first = train(*saving, "--steps", "4", "--lr-steps", "8")
+    second = train(*saving, "--steps", "8")
+    assert [event["step"] for event in second if event["event"] == "resumed"] == [4]
+    steps = [event for event in first + second if event["event"] == "step"]
+    for name in ("step", "loss", "held_out_loss", "grad_norm", "lr"):  # bit for bit
+        assert [e[name] for e in steps] == [e[name] for e in straight if e["event"] == "step"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-8"]
+
+
 @pytest.mark.slow
 def test_two_ranks_see_what_one_rank_sees(one_rank: list[dict]) -> None:
     assert losses(train(*TINY, ranks=2)) == pytest.approx(losses(one_rank), rel=2e-3)
