@@ -68,6 +68,12 @@ class ShardedGrad(torch.Tensor):
             return result
 
 
+_PENDING_METADATA = {
+    "requires_grad_", "detach_", "size", "numel", "dim", "element_size", "untyped_storage", "data_ptr", "stride",
+    "is_contiguous",
+}  # fmt: skip
+
+
 class PendingGrad(ShardedGrad):
     """Stands for a gradient that is still unreduced on every rank; setting it to None or to zero drops it."""
 
@@ -80,7 +86,7 @@ class PendingGrad(ShardedGrad):
                 with engine_access():
                     func([gradient for gradient in args[0] if type(gradient) is not PendingGrad])
             return args[0]
-        if name in ("__get__", "__set__") or name in ("requires_grad_", "detach_", "size", "numel", "dim"):
+        if name in ("__get__", "__set__") or name in _PENDING_METADATA:
             with engine_access():
                 return func(*args, **(kwargs or {}))
         raise pending_error(_first_sharded(args)._fsdp_flat)

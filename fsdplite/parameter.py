@@ -259,7 +259,7 @@ class RestingLeaf(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = getattr(func, "__name__", "")
         with engine_access():
-            if name in _METADATA - {"data_ptr", "untyped_storage"} or (
+            if name in _METADATA or (
                 name in ("__get__", "__set__") and func.__self__.__name__ not in ("data", *_UNREADABLE_PROPERTIES)
             ):
                 return func(*args, **(kwargs or {}))

@@ -244,8 +244,7 @@ def live_tensor_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
-    with torch._C.DisableTorchFunctionSubclass():  # tensors of a wrapped model refuse to hand out their storage
-        storages = {s._cdata: s.nbytes() for s in map(torch.Tensor.untyped_storage, tensors)}
+    storages = {s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storages.values())
 
 
