@@ -118,6 +118,17 @@ CASES = {
         quick_rounds=4,
         has_peak=True,
     ),
+    "bytes": Case(
+        title="byte-level GPT, 29M parameters, 2 ranks",
+        world_size=2,
+        units=9,
+        unit_class=Block,
+        make_model=lambda: GPT(layers=9, width=512, heads=8, vocabulary=256, length=64),
+        make_batch=lambda generator: torch.randint(256, (2, 64), generator=generator),
+        rounds=24,
+        quick_rounds=4,
+        has_peak=True,
+    ),
     "units": Case(
         title="50 units of six Linear(16,16), 2 ranks",
         world_size=2,
