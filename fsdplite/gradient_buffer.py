@@ -47,7 +47,6 @@ class GradientBuffer:
 
     def __init__(self, flat: FlatParameter) -> None:
         self._flat = weakref.ref(flat)
-        self._ref = weakref.ref(flat)
         layout = flat.layout
         self._dtype = torch.promote_types(flat.dtype, torch.float32)
         self.lane = lane_for(flat.device, "reduce")
@@ -306,7 +305,7 @@ class GradientBuffer:
             position = self._chunk_of[index]
             view = chunks[position] if position >= 0 else shard.tensor[:0]
             view.__class__ = ShardedGrad
-            view._fsdp_ref = self._ref
+            view._fsdp_ref = self._flat
             view._fsdp_index = index
             view._fsdp_shard = shard
             views.append(view)
@@ -333,7 +332,7 @@ class GradientBuffer:
                 if self.filled[index] and read_grad(user) is None:
                     placeholder = torch.zeros((), dtype=user.dtype, device=user.device).expand(user.shape)
                     placeholder = placeholder.as_subclass(PendingGrad)
-                    placeholder._fsdp_ref = self._ref
+                    placeholder._fsdp_ref = self._flat
                     placeholder._fsdp_index = index
                     placeholder._fsdp_shard = None
                     write_grad(user, placeholder)
