@@ -22,7 +22,6 @@ from .flat_spec import FlatSpec
 from .gradient import PendingGrad, ShardedGrad
 from .gradient_buffer import GradientBuffer
 from .groups import Groups
-from .layout import FlatLayout
 from .parameter import ParameterInfo, ShardedParameter, engine_access, read_grad, write_grad
 from .stage import Stage
 from .streams import lane_for
@@ -61,9 +60,7 @@ class FlatParameter:
         self.trainable = spec.trainable
         self.all_names = list(spec.names)
         self.users: list[nn.Parameter] = list(spec.parameters)
-        shapes = spec.shapes or [p.shape for p in spec.parameters]
-        alignment = max(1, 16 // min(self.dtype.itemsize, self.compute_dtype.itemsize))
-        self.layout = FlatLayout(shapes, world_size=groups.shard_size, alignment=alignment)
+        self.layout = spec.layout(groups.shard_size)
         self.shard = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=device)
         self.unit: UnitState | None = None
         self.gather_lane = lane_for(device, "gather")

@@ -20,7 +20,7 @@ from .control import FLAGS, WRAP, exchange, exchange_texts
 from .dynamo import hide_from_dynamo
 from .errors import ConfigError, PolicyError, RankMismatchError, UnknownOptionError, WrapError
 from .flat_param import FlatParameter
-from .flat_spec import FlatSpec
+from .flat_spec import FlatSpec, group_parameters
 from .fsdp_unit import become_unit, state_of
 from .groups import Groups, next_number, resolve_groups
 from .low_precision import keep_in_fp32, kept_modules
@@ -171,7 +171,8 @@ class _Wrapping:
         owners: dict[int, tuple[FlatParameter, int]] = {}
         states = []
         for spec in self.plan.units:
-            flats = [self._flat(spec, flat_spec) for flat_spec in self._group(spec)]
+            grouped = group_parameters(spec.params, self.precision, self.kept)
+            flats = [self._flat(spec, flat_spec) for flat_spec in grouped]
             for flat in flats:
                 owners.update({id(user): (flat, index) for index, user in enumerate(flat.users)})
             states.append((spec, self._state(spec, flats)))
@@ -186,24 +187,6 @@ class _Wrapping:
         for spec, state in states:
             become_unit(spec.module, state, self.methods)
         return self.module
-
-    def _group(self, spec: UnitSpec) -> list[FlatSpec]:
-        """One flat parameter per dtype, compute dtype and requires_grad, in order of first appearance."""
-        found: dict[Any, FlatSpec] = {}
-        for param in spec.params:
-            p = param.parameter
-            kept = any(id(holder) in self.kept for holder, _ in param.locations)
-            compute = self.precision.compute_dtype(p.dtype, kept)
-            master = self.precision.master_dtype(p.dtype)
-            key = (p.dtype, compute, p.requires_grad)
-            if key not in found:
-                wire = self.precision.wire_dtype(master)
-                found[key] = FlatSpec([], [], [], master, compute, wire, p.requires_grad)
-            group = found[key]
-            group.parameters.append(p)
-            group.names.append(tuple(user_name(name) for name in param.names))
-            group.locations.append(param.locations)
-        return list(found.values())
 
     def _flat(self, spec: UnitSpec, flat_spec: FlatSpec) -> FlatParameter:
         return FlatParameter(
