@@ -222,7 +222,7 @@ def decode(raw: bytes, path: str) -> Manifest:
             path=path,
         )
     try:
-        manifest = _read(json.loads(raw))
+        manifest = _read(json.loads(raw, parse_constant=_refuse_constant))
         manifest.validate()
         return manifest
     except CheckpointError as problem:
@@ -231,11 +231,16 @@ def decode(raw: bytes, path: str) -> Manifest:
         raise CheckpointError("the manifest is not valid", found=repr(problem), phase="read", path=path) from None
 
 
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
+
+
 def _read(body: dict[str, Any]) -> Manifest:
     if body["format"] != FORMAT or body["version"] != VERSION:
         raise CheckpointError(
             f"format {body['format']} version {body['version']} is not known here; expected {FORMAT} {VERSION}"
         )
+    _check_types(body)
     return Manifest(
         step=body["step"],
         world_size=body["world_size"],
@@ -252,6 +257,44 @@ def _read(body: dict[str, Any]) -> Manifest:
         optimizer=body["optimizer"],
         left_out=body["left_out"],
     )
+
+
+def _check_types(body: dict[str, Any]) -> None:
+    """Raise unless every field has the type that the rest of the package relies on: anybody can write a checksum."""
+
+    def need(holds: bool, what: str, found: Any) -> None:
+        if not holds:
+            raise ValueError(f"{what}: found {repr(found)[:80]}")
+
+    def is_count(value: Any) -> bool:
+        return type(value) is int and 0 <= value < 2**63
+
+    def is_texts(value: Any) -> bool:
+        return type(value) is list and all(type(text) is str for text in value)
+
+    for name in ("step", "world_size"):
+        need(is_count(body[name]), name, body[name])
+    mesh, created, optimizer = body["mesh"], body["created"], body["optimizer"]
+    need(type(mesh) is list and len(mesh) == 2 and all(map(is_count, mesh)), "mesh", mesh)
+    need(type(created) in (int, float) and 0 <= created < 2**37, "created", created)
+    need(type(body["run_id"]) is str, "run_id", body["run_id"])
+    need(is_texts(body["left_out"]), "left_out", body["left_out"])
+    need(all(type(name) is str for name in body["aliases"].values()), "aliases", body["aliases"])
+    for file in body["files"]:
+        need(type(file["name"]) is str and is_count(file["size"]) and is_count(file["header_bytes"]), "files", file)
+    for name, tensor in body["tensors"].items():
+        need(type(tensor["dtype"]) is str and type(tensor["kind"]) is str, f"tensor {name!r}", tensor)
+        shape = tensor["shape"]
+        need(type(shape) is list and len(shape) <= 64 and all(map(is_count, shape)), f"shape of {name!r}", shape)
+        for part in tensor["ranges"]:
+            need(type(part) is list and len(part) == 3 and all(map(is_count, part)), f"ranges of {name!r}", part)
+    if optimizer is not None:
+        need(type(optimizer["class"]) is str, "optimizer's class", optimizer["class"])
+        for group in optimizer["groups"]:
+            holds = is_texts(group["members"]) and type(group["settings"]) is type(group["tensors"]) is dict
+            need(holds, "parameter group", group)
+        for name, state in optimizer["scalars"].items():
+            need(type(state) is dict, f"scalars of {name!r}", state)
 
 
 # ---------------------------------------------------------------------- ranges
