@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from typing import Any, Iterator
-
-import torch
+from typing import TYPE_CHECKING, Any, Iterator
 
 from ..errors import CheckpointError, ConfigError
 from .catalog import load_manifest, make_directories, remove_tree, root_path
@@ -17,7 +15,9 @@ from .reading import BUFFER_BYTES, RankFile, Request, refuse_damage
 from .remote import file_system
 from .safetensors_file import TensorSpec, build_header, lay_out
 from .storage import File, FileSystem, is_url, read_all, write_exactly
-from .tensor_bytes import bytes_of, dtype_name, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["INDEX", "SINGLE", "export_safetensors"]
 
@@ -45,10 +45,15 @@ def export_safetensors(
     Returns:
         The paths of the files, in order.
 
-    Not collective: call it in one process. Memory: two blocks of 3 MiB.
+    Not collective: call it in one process. Memory: two blocks of 3 MiB. Without ``dtype`` torch is not imported.
     """
-    if dtype is not None and dtype_name(dtype, "dtype=") not in _CAST_FROM:
-        raise ConfigError("dtype must be a floating type of 16 bits or more, or None", found=dtype)
+    wanted = None
+    if dtype is not None:
+        from .tensor_bytes import dtype_name
+
+        wanted = dtype_name(dtype, "dtype=")
+        if wanted not in _CAST_FROM:
+            raise ConfigError("dtype must be a floating type of 16 bits or more, or None", found=dtype)
     if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ConfigError("max_shard_bytes must be a positive whole number", found=repr(max_shard_bytes))
     source, target = root_path(path), root_path(out_dir)
@@ -57,7 +62,7 @@ def export_safetensors(
             "an export is written to a directory", found=target, cure="export, then copy the folder there"
         )
     try:
-        return _export(source, target, dtype, max_shard_bytes)
+        return _export(source, target, wanted, max_shard_bytes)
     except OSError as problem:
         raise CheckpointError(
             f"the export failed: {problem.strerror or problem}",
@@ -67,19 +72,22 @@ def export_safetensors(
         ) from problem
 
 
-def _export(source: str, target: str, dtype: torch.dtype | None, max_shard_bytes: int) -> list[str]:
+def _export(source: str, target: str, dtype: str | None, max_shard_bytes: int) -> list[str]:
     fs, source_fs = file_system(target), file_system(source)
     manifest = load_manifest(source_fs, source)
     files: list[RankFile] = []
     try:
         for record in manifest.files:  # all headers are proved before anything is written
             files.append(RankFile(source_fs, os.path.join(source, record.name), record))
+        for name, tensor in manifest.model_tensors().items():
+            for part in tensor.ranges:
+                files[part.file].expect(name, tensor.dtype, part.count)
         shards = _shards(manifest, dtype, max_shard_bytes)
         made = _prepare(fs, target)
         working = os.path.join(target, _WORKING + secrets.token_hex(8))
         fs.make_directory(working)
         try:
-            names = _write_shards(fs, manifest, files, shards, dtype, working)
+            names = _write_shards(fs, manifest, files, shards, working)
         except BaseException:
             _give_up(fs, working, target if made else None)
             raise
@@ -136,11 +144,11 @@ def _give_up(fs: FileSystem, working: str, made: str | None) -> None:
         pass
 
 
-def _exported_dtype(record: TensorRecord, dtype: torch.dtype | None) -> str:
-    return dtype_name(dtype, "dtype=") if dtype is not None and record.dtype in _CAST_FROM else record.dtype
+def _exported_dtype(record: TensorRecord, dtype: str | None) -> str:
+    return dtype if dtype is not None and record.dtype in _CAST_FROM else record.dtype
 
 
-def _shards(manifest: Manifest, dtype: torch.dtype | None, max_shard_bytes: int) -> list[list[TensorSpec]]:
+def _shards(manifest: Manifest, dtype: str | None, max_shard_bytes: int) -> list[list[TensorSpec]]:
     """Tensors by file, in model order, each file's laid out."""
     groups: list[list[tuple[str, str, tuple[int, ...], int]]] = [[]]
     filled = 0
@@ -160,7 +168,6 @@ def _write_shards(
     manifest: Manifest,
     files: list[RankFile],
     shards: list[list[TensorSpec]],
-    dtype: torch.dtype | None,
     working: str,
 ) -> list[str]:
     count = len(shards)
@@ -219,6 +226,10 @@ def _cast(view: memoryview, stored: str, wanted: str) -> Iterator[memoryview]:
     if stored == wanted:
         yield view
         return
+    import torch
+
+    from .tensor_bytes import bytes_of, torch_dtype
+
     values = torch.empty(len(view) // ITEMSIZE[stored], dtype=torch_dtype(stored))
     bytes_of(values)[:] = view
     values = values.to(torch_dtype(wanted))

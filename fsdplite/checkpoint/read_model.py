@@ -175,17 +175,7 @@ class Reading:
     ) -> None:
         for name in requests:
             record = manifest.tensors[name]
-            count = next(part.count for part in record.ranges if part.file == number)
-            spec = file.header.tensors.get(name)
-            if spec is None or (spec.dtype, spec.numel) != (record.dtype, count):
-                raise CheckpointError(
-                    "a file does not hold what the manifest lists",
-                    expected=f"{count} elements of {record.dtype}",
-                    found="nothing" if spec is None else f"{spec.numel} elements of {spec.dtype}",
-                    parameter=name,
-                    phase="read",
-                    path=file.path,
-                )
+            file.expect(name, record.dtype, next(part.count for part in record.ranges if part.file == number))
 
     def _read(self, requests: dict[int, list[list[Request]]]) -> None:
         """File by file, begun at a place that depends on the rank, so that not all ranks read the same one first."""

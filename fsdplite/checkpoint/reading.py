@@ -78,6 +78,19 @@ class RankFile:
     def close(self) -> None:
         self._fs.close(self._file)
 
+    def expect(self, name: str, dtype: str, count: int) -> None:
+        """Raise unless the file's part of a tensor is what the manifest lists."""
+        spec = self.header.tensors.get(name)
+        if spec is None or (spec.dtype, spec.numel) != (dtype, count):
+            raise CheckpointError(
+                "a file does not hold what the manifest lists",
+                expected=f"{count} elements of {dtype}",
+                found="nothing" if spec is None else f"{spec.numel} elements of {spec.dtype}",
+                parameter=name,
+                phase="read",
+                path=self.path,
+            )
+
     def read(self, requests: list[Request], buffer: memoryview, on_damage: Callable[[Damage], None]) -> None:
         """Read and check what is requested, in file order.
 
