@@ -105,3 +105,12 @@ class RemoteFileSystem(FileSystem):
     def size(self, path: str) -> int:
         self._fs.invalidate_cache()
         return self._fs.size(path)
+
+    def is_link(self, path: str) -> bool:
+        return False
+
+    def modified_s(self, path: str) -> float:
+        try:
+            return self._fs.modified(path).timestamp()
+        except NotImplementedError:
+            raise OSError(errno.ENOSYS, "this file system does not say when files have changed", path) from None

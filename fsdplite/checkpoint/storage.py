@@ -45,8 +45,8 @@ class FileSystem:
         return File(path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666))
 
     def open(self, path: str) -> File:
-        """Open a file for reading."""
-        return File(path, os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
+        """Open a file for reading. A pipe put in a file's place is not waited for: reading it is an error."""
+        return File(path, os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)))
 
     def write_at(self, file: File, offset: int, data: Any) -> int:
         """Write some or all of ``data``; returns how many bytes."""
@@ -106,6 +106,14 @@ class FileSystem:
     def size(self, path: str) -> int:
         """Size of a file in bytes."""
         return os.stat(path).st_size
+
+    def is_link(self, path: str) -> bool:
+        """Whether a name is a symbolic link, so that what is in it belongs elsewhere."""
+        return os.path.islink(path)
+
+    def modified_s(self, path: str) -> float:
+        """When a file, or the names in a directory, last changed: seconds since 1970."""
+        return os.stat(path).st_mtime
 
 
 @contextlib.contextmanager
