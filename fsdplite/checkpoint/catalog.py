@@ -19,21 +19,26 @@ from .storage import FileSystem, is_url, read_all
 
 __all__ = [
     "CheckpointInfo",
+    "PUBLISHED",
+    "RANK_FILE",
+    "WORKING",
     "clean",
+    "defect",
     "find_step",
     "latest_step",
     "list_checkpoints",
     "load_manifest",
     "publish",
     "retain",
+    "retire",
     "root_path",
     "staging_directory",
 ]
 
-_PUBLISHED = re.compile(r"step-(0|[1-9][0-9]*)")
-_RANK_FILE = re.compile(r"rank-[0-9]+-of-[0-9]+\.safetensors")
+PUBLISHED = re.compile(r"step-(0|[1-9][0-9]*)")
+RANK_FILE = re.compile(r"rank-[0-9]+-of-[0-9]+\.safetensors")
 # Directories that a save works in. Only names of exactly this form are ever removed.
-_WORKING = re.compile(r"\.step-(0|[1-9][0-9]*)\.[0-9a-f]{16}\.(saving|replaced|removing)")
+WORKING = re.compile(r"\.step-(0|[1-9][0-9]*)\.[0-9a-f]{16}\.(saving|replaced|removing)")
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,7 @@ def find_step(fs: FileSystem, root: str, step: int | str) -> str:
 
 def _why_unpublished(fs: FileSystem, path: str) -> str | None:
     try:
-        problem = _defect(fs, path, load_manifest(fs, path))
+        problem = defect(fs, path, load_manifest(fs, path))
     except CheckpointError as error:
         problem = str(error)
     except OSError:
@@ -126,11 +131,11 @@ def _published(fs: FileSystem, root: str) -> list[tuple[str, Manifest]]:
         return []
     found: dict[int, tuple[str, Manifest]] = {}
     for name in names:
-        match = _PUBLISHED.fullmatch(name)
+        match = PUBLISHED.fullmatch(name)
         if match:
             _add(fs, os.path.join(root, name), int(match[1]), found)
     for name in names:  # set aside while a new version of the step was moved in, where names cannot be exchanged
-        match = _WORKING.fullmatch(name)
+        match = WORKING.fullmatch(name)
         if match and match[2] == "replaced" and int(match[1]) not in found:
             _add(fs, os.path.join(root, name), int(match[1]), found)
     return [found[step] for step in sorted(found)]
@@ -139,13 +144,13 @@ def _published(fs: FileSystem, root: str) -> list[tuple[str, Manifest]]:
 def _add(fs: FileSystem, path: str, step: int, found: dict[int, tuple[str, Manifest]]) -> None:
     try:
         manifest = load_manifest(fs, path)
-        if manifest.step == step and _defect(fs, path, manifest) is None:
+        if manifest.step == step and defect(fs, path, manifest) is None:
             found[step] = (path, manifest)
     except (CheckpointError, FileNotFoundError, NotADirectoryError):
         pass  # not published; find_step and verify_checkpoint say why. Other errors hide a step that may be there
 
 
-def _defect(fs: FileSystem, path: str, manifest: Manifest) -> str | None:
+def defect(fs: FileSystem, path: str, manifest: Manifest) -> str | None:
     """A file that is missing or has another size."""
     for record in manifest.files:
         try:
@@ -201,9 +206,9 @@ def make_directories(fs: FileSystem, path: str) -> None:
 def clean(fs: FileSystem, root: str) -> None:
     """Remove what failed saves have left; put back a step that was set aside and not replaced."""
     for name in fs.list(root):
-        if fs.is_remote and _PUBLISHED.fullmatch(name):
+        if fs.is_remote and PUBLISHED.fullmatch(name):
             _clean_remote(fs, os.path.join(root, name))
-        match = _WORKING.fullmatch(name)
+        match = WORKING.fullmatch(name)
         if not match:
             continue
         path = os.path.join(root, name)
@@ -217,7 +222,7 @@ def clean(fs: FileSystem, root: str) -> None:
 def _clean_remote(fs: FileSystem, path: str) -> None:
     """Remove a step that consists of rank files and has no manifest: its save failed."""
     names = fs.list(path)
-    if names and all(_RANK_FILE.fullmatch(name) for name in names):
+    if names and all(RANK_FILE.fullmatch(name) for name in names):
         remove_tree(fs, path)
 
 
@@ -277,9 +282,14 @@ def retain(fs: FileSystem, root: str, keep: int, saved: int, run_id: str) -> Non
     for path, manifest in found[:-keep]:
         if manifest.step == saved:
             continue
-        if not fs.is_remote:  # there the manifest goes first
-            doomed = _working(root, manifest.step, run_id, "removing")
-            fs.rename(path, doomed)  # so that a half-removed one is never taken for published
-            fs.flush_directory(root)
-            path = doomed
-        remove_tree(fs, path)
+        retire(fs, root, path, manifest.step, run_id)
+
+
+def retire(fs: FileSystem, root: str, path: str, step: int, run_id: str) -> None:
+    """Remove one step's directory so that a half-removed one is never taken for published."""
+    if not fs.is_remote:  # there the manifest goes first
+        doomed = _working(root, step, run_id, "removing")
+        fs.rename(path, doomed)
+        fs.flush_directory(root)
+        path = doomed
+    remove_tree(fs, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from .reading import BUFFER_BYTES, Damage, RankFile, Request
 from .remote import file_system
 from .storage import FileSystem
 
-__all__ = ["Problem", "Verification", "verify_checkpoint"]
+__all__ = ["Problem", "Verification", "verify_checkpoint", "verify_folder"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,11 @@ def verify_checkpoint(path: Any) -> Verification:
     Finds any flipped bit, missing and replaced files, and files that do not belong to it.
     """
     folder = root_path(path)
-    fs = file_system(folder)
+    return verify_folder(file_system(folder), folder, lambda read_bytes: None)
+
+
+def verify_folder(fs: FileSystem, folder: str, advance: Callable[[int], None]) -> Verification:
+    """The same, telling ``advance`` how many bytes of tensor data were read, at most 3 MiB at a time."""
     result = Verification(folder)
     try:
         manifest = load_manifest(fs, folder)
@@ -77,7 +82,7 @@ def verify_checkpoint(path: Any) -> Verification:
         return result
     buffer = memoryview(bytearray(BUFFER_BYTES))
     for number, record in enumerate(manifest.files):
-        _verify_file(fs, folder, manifest, number, record, buffer, result)
+        _verify_file(fs, folder, manifest, number, record, buffer, result, advance)
     known = {MANIFEST, *(record.name for record in manifest.files)}
     for name in fs.list(folder):
         if name not in known:
@@ -99,6 +104,7 @@ def _verify_file(
     record: FileRecord,
     buffer: memoryview,
     result: Verification,
+    advance: Callable[[int], None],
 ) -> None:
     try:
         file = RankFile(fs, os.path.join(folder, record.name), record)
@@ -137,7 +143,8 @@ def _verify_file(
             )
 
         requests = [
-            Request(name, 0, spec.size_bytes, lambda offset, view: None) for name, spec in file.header.tensors.items()
+            Request(name, 0, spec.size_bytes, lambda offset, view: advance(len(view)))
+            for name, spec in file.header.tensors.items()
         ]
         file.read(requests, buffer, on_damage)
         result.bytes_checked += file.bytes_read
