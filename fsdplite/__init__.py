@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .policy import by_size as by_size
     from .policy import from_model as from_model
     from .precision import Precision as Precision
+    from .recompute.budget import recompute_within as recompute_within
     from .scaler import LossScaler as LossScaler
     from .table import summary as summary
     from .update import mark_updated as mark_updated
@@ -60,6 +61,7 @@ _HOMES = {
     "load_checkpoint": "checkpoint.load",
     "load_safetensors": "checkpoint.load_files",
     "mark_updated": "update",
+    "recompute_within": "recompute.budget",
     "save_checkpoint": "checkpoint.save",
     "summary": "table",
     "trace": "inspect",

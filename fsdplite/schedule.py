@@ -21,6 +21,7 @@ from .ignored import IgnoredGradients
 from .materialize import was_filled
 from .order import BACKWARD, FORWARD, KINDS, REDUCE, Order, Pass
 from .parameter import engine_access
+from .recompute import passes
 from .saved_weights import guard_saved_weights, stop_guarding
 from .unit import Call, UnitState
 
@@ -112,6 +113,7 @@ class Schedule:
         self._forward = self.order.start(self._forward_key)
         if with_grad:
             self._guarding = guard_saved_weights()
+        passes.begin()
 
     def _is_stale(self) -> bool:
         """Whether this pass gathers what rests full (stages 1 and 2): passes that do and that do not differ."""
@@ -122,6 +124,7 @@ class Schedule:
         self.depth -= 1
         if self.depth or is_recompute or self._forward is None:
             return
+        passes.end()
         if self._guarding:
             stop_guarding()
             self._guarding = False

@@ -36,21 +36,29 @@ def tensors_in(value: Any, _depth: int = 0) -> Iterator[torch.Tensor]:
             yield from tensors_in(item, _depth + 1)
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """The same structure with ``function`` applied to every tensor; parts without a change are kept as they are."""
-    if isinstance(value, torch.Tensor):
+def map_tensors(
+    function: Callable[[Any], Any], value: Any, of: type | tuple[type, ...] = torch.Tensor
+) -> Any:
+    """The same structure with ``function`` applied to every tensor; parts without a change are kept as they are.
+
+    Args:
+        function: What becomes of each.
+        value: Any structure.
+        of: What is looked for instead of tensors.
+    """
+    if isinstance(value, of):
         return function(value)
     if isinstance(value, _ATOMS):
         return value
     if isinstance(value, (tuple, list)):
-        items = [map_tensors(function, item) for item in value]
+        items = [map_tensors(function, item, of) for item in value]
         if all(new is old for new, old in zip(items, value)):
             return value
         if hasattr(value, "_fields"):
             return type(value)(*items)
         return type(value)(items)
     if isinstance(value, dict):
-        changed = {key: map_tensors(function, item) for key, item in value.items()}
+        changed = {key: map_tensors(function, item, of) for key, item in value.items()}
         if all(changed[key] is item for key, item in value.items()):
             return value
         result = copy.copy(value)
@@ -59,7 +67,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         return result
     if _is_record(value):
         fields = _fields(value)
-        changed = {key: map_tensors(function, item) for key, item in fields.items()}
+        changed = {key: map_tensors(function, item, of) for key, item in fields.items()}
         if all(changed[key] is item for key, item in fields.items()):
             return value
         result = copy.copy(value)

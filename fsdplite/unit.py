@@ -21,7 +21,8 @@ from .groups import Groups
 from .order import BACKWARD, FORWARD, KINDS, RESIDENT
 from .parameter import engine_access
 from .precision import Precision
-from .recompute import refuse_lost_gradients
+from .recompute.matching import refuse_lost_gradients
+from .recompute.passes import is_replaying
 from .stage import Stage
 from .structure import map_tensors, tensors_in
 
@@ -228,6 +229,8 @@ class UnitState:
             return  # backward is inside this unit: it needs the weights right after
         for flat in self.flats:
             flat.bind_users()
+        if is_recompute and is_replaying():
+            return  # the backward that computes this segment again comes to this unit next: no second gather
         if keep and not is_recompute and expects_backward:
             call.is_kept = True
             self.kept_calls += 1

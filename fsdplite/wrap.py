@@ -30,7 +30,9 @@ from .parameter import info_of
 from .partition import Partition, UnitSpec, blocks_worth_wrapping, partition
 from .policy import as_policy
 from .precision import Precision, as_precision
-from .recompute import recompute_matching
+from .recompute.blocks import find_blocks
+from .recompute.matching import recompute_matching
+from .recompute.plan import as_segmented, recompute_in_segments
 from .regroup import split_frozen
 from .schedule import Schedule
 from .stage import Stage, stage_of
@@ -95,7 +97,9 @@ def fsdp_wrap(
         policy = as_policy(policy)
         _check_options(offload, prefetch, reshard_after_forward)
         methods = _check_methods(module, forward_methods)
-        if recompute is not None:
+        segments = as_segmented(recompute)
+        blocks = find_blocks(module) if segments is not None else []
+        if recompute is not None and segments is None:
             recompute_matching(module, recompute)
         plan = partition(
             module,
@@ -125,12 +129,16 @@ def fsdp_wrap(
     if failure is None:
         header = f"stage={stage} policy={policy.describe() if policy else None} {precision.describe()}"
         header += f" reshard_after_forward={reshard_after_forward} prefetch={prefetch} sync_params={sync_params}"
+        header += f" recompute={segments or type(recompute).__name__}"
         description = [header, *_describe(plan)]
     _check_ranks_agree(groups, description, failure)
     _install()
-    return _Wrapping(
+    wrapped = _Wrapping(
         module, plan, row, groups, precision, reshard_after_forward, prefetch, sync_params, methods
     ).finish()
+    if segments is not None:
+        recompute_in_segments(segments, blocks, groups)
+    return wrapped
 
 
 @functools.cache

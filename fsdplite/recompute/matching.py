@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import ConfigError, GradientError, PolicyError
-from .policy import Policy
+from ..errors import ConfigError, GradientError, PolicyError
+from ..policy import Policy
 
 __all__ = ["recompute_matching", "refuse_lost_gradients"]
 

@@ -1,0 +1,1 @@
+"""Recomputation: activations that are dropped in forward and computed again in backward."""
