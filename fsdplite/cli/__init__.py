@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Sequence
 
 from ..version import __version__
-from . import parity
+from . import ckpt, parity
 
 __all__ = ["main"]
 
-_COMMANDS = (parity,)
+_COMMANDS = (parity, ckpt)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
