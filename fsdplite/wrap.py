@@ -69,7 +69,8 @@ def fsdp_wrap(
         reshard_after_forward: Free full parameters after forward. None: every unit but the root.
         prefetch: How many units are gathered ahead.
         offload: None.
-        recompute: None, or a policy: modules it matches are computed again in backward.
+        recompute: None; a policy: modules it matches are computed again in backward; ``"sqrt"`` or a
+            ``recompute_within(bytes)``: blocks are, in segments.
         ignored: Modules or parameters to leave whole; gradients of trainable ones are averaged all the same.
         sync_params: Every rank starts from rank 0's parameters and buffers.
         forward_methods: Names of methods that, as ``forward`` does, need full weights.

@@ -111,13 +111,15 @@ def cut_within(budget_bytes: int, blocks: int, saved_bytes: int, input_bytes: in
         saved_bytes: What one block saves.
         input_bytes: What one segment keeps.
     """
-    best = None
+    lowest = None
     for kept in range(blocks, -1, -1):
-        for size in range(1, blocks + 1):
-            peak = peak_bytes(blocks, kept, size, saved_bytes, input_bytes)
-            if peak <= budget_bytes:
-                return Cut(_even(blocks - kept, size)), peak
-            if best is None or peak < best[1]:
-                best = (Cut(_even(blocks - kept, size)), peak)
-    assert best is not None, "a forward has at least one block"
-    return best
+        found = min(
+            (peak_bytes(blocks, kept, size, saved_bytes, input_bytes), size) for size in range(1, max(blocks, 1) + 1)
+        )
+        if lowest is None or found[0] < lowest[0]:
+            lowest = (*found, kept)
+        if found[0] <= budget_bytes:
+            return Cut(_even(blocks - kept, found[1])), found[0]
+    assert lowest is not None, "there is at least the cut into nothing"
+    peak, size, kept = lowest
+    return Cut(_even(blocks - kept, size)), peak

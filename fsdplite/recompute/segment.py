@@ -113,6 +113,7 @@ class Segment:
         self._random_after: Any = None
         self._is_weight = is_weight
         self.saved_bytes: list[dict[int, int]] = []  # per call, if measured: bytes by storage
+        self._measuring: list[torch.Tensor] = []  # alive during a measured call, or storages would be taken for others
 
     @property
     def call_count(self) -> int:
@@ -134,9 +135,14 @@ class Segment:
         before = [(place.get(key), getattr(place.get(key), "_version", 0)) for place, key in buffers]
         with torch.autograd.graph.saved_tensors_hooks(self._note, _open):
             output = function(*args, **kwargs)
-        for (place, key), (buffer, version) in zip(buffers, before):
-            if place.get(key) is not buffer or (buffer is not None and buffer._version != version):
-                call.written_buffers.append((place, key))
+        # Batch norm writes its statistics without a trace, but counts batches beside them.
+        written = {
+            id(place)
+            for (place, key), (buffer, version) in zip(buffers, before)
+            if place.get(key) is not buffer or (buffer is not None and buffer._version != version)
+        }
+        call.written_buffers = [(place, key) for place, key in buffers if id(place) in written]
+        self._measuring.clear()
         self._random_after = random_state(args, kwargs)
         self._outputs.append([(weakref.ref(t), t._version) for t in tensors_in(output)])
         return output
@@ -153,6 +159,7 @@ class Segment:
         self._count += 1
         if self._is_weight is not None and not self._is_weight(tensor):
             self.saved_bytes[-1].update(storage_bytes(tensor))
+            self._measuring.append(tensor.detach())
         return note
 
     def kept_bytes(self) -> dict[int, int]:
