@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .full import full_state_dict as full_state_dict
     from .groups import init_distributed as init_distributed
     from .inspect import trace as trace
+    from .planning.prediction import plan as plan
     from .policy import by_class as by_class
     from .policy import by_name as by_name
     from .policy import by_predicate as by_predicate
@@ -61,6 +62,7 @@ _HOMES = {
     "load_checkpoint": "checkpoint.load",
     "load_safetensors": "checkpoint.load_files",
     "mark_updated": "update",
+    "plan": "planning.prediction",
     "recompute_within": "recompute.budget",
     "save_checkpoint": "checkpoint.save",
     "summary": "table",

@@ -1,0 +1,108 @@
+"""What an optimizer keeps per element and what its step needs for a moment: found by running it on small tensors."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+from ..optimizer_hooks import WHOLE_TENSOR_OPTIMIZERS
+from .live_bytes import LiveBytes
+
+__all__ = ["OptimizerCost", "measure_optimizer", "resolve_optimizer"]
+
+_NUMEL = 4096
+
+
+@dataclass(frozen=True)
+class OptimizerCost:
+    """Bytes for parameters of one dtype.
+
+    Attributes:
+        state_per_element: Bytes kept per element (Adam in fp32: 8).
+        state_per_parameter: Bytes kept per parameter whatever its size (a step counter).
+        transient_per_largest: Bytes that a step needs for a moment, per element of the largest parameter.
+        transient_per_element: The same, per element of all parameters together.
+    """
+
+    state_per_element: float = 0.0
+    state_per_parameter: float = 0.0
+    transient_per_largest: float = 0.0
+    transient_per_element: float = 0.0
+
+
+def resolve_optimizer(optimizer: Any, device: str) -> tuple[str, Any]:
+    """A name and a function from parameters to an optimizer.
+
+    Args:
+        optimizer: A class, the name of one in ``torch.optim``, a function from parameters to an optimizer, or None.
+        device: ``"cuda"``: a class that has a ``foreach`` option uses it, as it does there by itself.
+    """
+    if optimizer is None:
+        return "none", None
+    if isinstance(optimizer, str):
+        known = {
+            name.lower(): value
+            for name, value in vars(torch.optim).items()
+            if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+        }
+        if optimizer.lower() not in known:
+            raise ConfigError(
+                "there is no such optimizer",
+                expected=f"a class, a function from parameters to an optimizer, or one of {', '.join(sorted(known))}",
+                found=repr(optimizer),
+            )
+        optimizer = known[optimizer.lower()]
+    if not callable(optimizer):
+        raise ConfigError(
+            "optimizer is not something that makes one",
+            expected="a class, a name in torch.optim, a function from parameters to an optimizer, or None",
+            found=repr(optimizer),
+        )
+    name = getattr(optimizer, "__name__", type(optimizer).__name__)
+    if isinstance(optimizer, type):
+        refused = {cls.__name__ for cls in optimizer.__mro__} & WHOLE_TENSOR_OPTIMIZERS
+        if refused:
+            raise ConfigError(
+                f"{sorted(refused)[0]} reads whole tensors, and each rank holds slices",
+                cure="plan with an element-wise optimizer (SGD, Adam, AdamW, ...)",
+            )
+        if device == "cuda" and "foreach" in inspect.signature(optimizer).parameters:
+            cls = optimizer
+            return name, lambda parameters: cls(parameters, foreach=True)
+    return name, optimizer
+
+
+def measure_optimizer(make: Any, dtype: torch.dtype) -> OptimizerCost:
+    """Run two steps on three small parameters, and on five, and tell apart what grows with what."""
+    if make is None:
+        return OptimizerCost()
+    state, fixed, peak_three = _two_steps(make, dtype, 3)
+    _, _, peak_five = _two_steps(make, dtype, 5)
+    per_element = max(0.0, (peak_five - peak_three) / 2 / _NUMEL)
+    per_largest = max(0.0, peak_three / _NUMEL - 3 * per_element)
+    return OptimizerCost(state / _NUMEL, fixed, per_largest, per_element)
+
+
+@torch.enable_grad()
+def _two_steps(make: Any, dtype: torch.dtype, count: int) -> tuple[int, int, int]:
+    """Bytes of element-wise state and of other state of one parameter, and what the second step needs beside it."""
+    with torch.device("cpu"):
+        parameters = [nn.Parameter(torch.zeros(_NUMEL, dtype=dtype)) for _ in range(count)]
+        for parameter in parameters:
+            parameter.grad = torch.zeros(_NUMEL, dtype=dtype)
+    optimizer = make(parameters)
+    live = LiveBytes()
+    with live:
+        optimizer.step()
+        live.take()
+        before = live.live
+        optimizer.step()
+    state = [value for value in optimizer.state.get(parameters[0], {}).values() if isinstance(value, torch.Tensor)]
+    elementwise = sum(value.numel() * value.element_size() for value in state if value.numel() == _NUMEL)
+    fixed = sum(value.numel() * value.element_size() for value in state if value.numel() != _NUMEL)
+    return elementwise, fixed, max(0, live.peak - before)

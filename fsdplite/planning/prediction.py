@@ -1,0 +1,224 @@
+"""``fsdp.plan``: what a sharded step will hold and send, without a device and without a process group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .blueprint import Blueprint, PlannedUnit
+from .fake_step import GRADIENT, IGNORED, FakeStep
+from .memory import PHASES, Peak
+from .optimizer_cost import OptimizerCost, measure_optimizer, resolve_optimizer
+from .question import Question, ask
+from .replay import Replay
+from .traffic import Task, Traffic
+
+__all__ = ["Plan", "Resting", "answer", "plan"]
+
+
+@dataclass(frozen=True)
+class Resting:
+    """Bytes that one rank holds between steps; gradients only until ``zero_grad``.
+
+    Attributes:
+        parameters: Shards, in the dtype that the optimizer sees.
+        gradients: Shards of gradients.
+        optimizer: Optimizer state.
+        gathered: Full parameters that rest gathered (stages 1 and 2).
+        buffers: Registered buffers of modules.
+        ignored: Parameters that no unit owns.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    buffers: int
+    ignored: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.gathered + self.buffers + self.ignored
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The prediction for one rank. ``print(plan)`` shows it, :meth:`to_dict` is for machines.
+
+    Attributes:
+        units: The units, the root first: parameters, padding, bytes of shard, full buffer and reduction buffer.
+        resting: Bytes between steps.
+        peaks: By phase (``"forward"``, ``"backward"``, ``"end of backward"``, ``"step"``): bytes, the unit, the parts.
+        traffic: Every collective of one step, and their bytes.
+        tasks: Computation and communication in program order.
+        full_peak_bytes: Most bytes of gathered parameters at a time.
+        input_bytes: Of one microbatch.
+        optimizer: Name of the optimizer.
+        has_activations: Whether inputs were given; without them peaks hold no activations.
+    """
+
+    units: tuple[PlannedUnit, ...]
+    resting: Resting
+    peaks: dict[str, Peak]
+    traffic: Traffic
+    tasks: tuple[Task, ...]
+    full_peak_bytes: int
+    input_bytes: int
+    optimizer: str
+    has_activations: bool
+    question: Question
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at any moment of a step."""
+        return max(peak.bytes for peak in self.peaks.values())
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase that holds the peak."""
+        return max(self.peaks, key=lambda phase: self.peaks[phase].bytes)
+
+    @property
+    def peak_unit(self) -> str:
+        """The unit that runs at the peak; ``""`` is the root."""
+        return self.peaks[self.peak_phase].unit
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the model that units own."""
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def padding_numel(self) -> int:
+        return sum(unit.padding_numel for unit in self.units)
+
+    def but(self, **changes: Any) -> Plan:
+        """The plan for the same model with options changed; a fake step is run again only if it has to be."""
+        return answer(self.question.but(**changes))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        from .report import as_dict
+
+        return as_dict(self)
+
+    def __str__(self) -> str:
+        from .report import as_table
+
+        return as_table(self)
+
+
+def plan(model: Any, *, world_size: int | None = None, **options: Any) -> Plan:
+    """Predict memory and traffic of a sharded step. No process group, no device, nothing allocated.
+
+    Args:
+        model: A module (on any device, meta too; it is not changed), or a function without arguments that builds one,
+            which is called under the meta device and may return ``(module, make_batch)`` or
+            ``(module, make_batch, loss_of)`` as for ``fsdplite parity``.
+        world_size: Number of ranks; may be left out if ``mesh`` is given.
+        stage, policy, precision, recompute, prefetch, reshard_after_forward, ignored: As for ``fsdp_wrap``.
+        optimizer: A class, the name of one in ``torch.optim``, a function from parameters to an optimizer, or None.
+        offload: None.
+        mesh: ``(replicas, shards)`` or a ``DeviceMesh``; None: one replica.
+        inputs: One rank's microbatch: a tensor, a tuple of positional or a dict of keyword arguments, or
+            ``(args, kwargs)``. Only shapes and dtypes matter. None: activations are left out.
+        loss_of: From the model and the inputs to a scalar. None: the output if it is one, or its ``loss``, else the
+            mean of its floating tensors squared.
+        microbatches, no_sync: Backwards per step, and whether all but the last run without synchronisation.
+        device: ``"cuda"``, or ``"cpu"``: gloo, which copies what it reduces.
+        rank: Whose memory.
+
+    Returns:
+        A :class:`Plan` of one step like all that follow the first two, in a loop that drops gradients after each step.
+
+    Raises:
+        ConfigError, PolicyError, WrapError: An option, the policy or the model cannot be used; says what can.
+    """
+    return answer(ask(model, world_size, options))
+
+
+def answer(question: Question) -> Plan:
+    """Replay a question's step."""
+    blueprint, step = question.run()
+    setup = question.setup
+    units = blueprint.units(setup.shard_size)
+    name, make = resolve_optimizer(question.optimizer, question.device)
+    used = {(event.unit, event.flat, event.index) for event in step.events if event.kind == GRADIENT}
+    state, update = _optimizer_bytes(units, blueprint, make, question.rank % setup.shard_size, used)
+    buffers = sum(unit.tensor_buffer_bytes for unit in units) + blueprint.ignored_buffer_bytes
+    ignored = sum(_bytes(spec.parameter) for spec in blueprint.ignored)
+    resting = {
+        "parameter shards": sum(unit.shard_bytes for unit in units),
+        "optimizer state": state,
+        "module buffers": buffers,
+        "ignored parameters": ignored,
+        "batch": step.input_bytes,
+    }
+    wires = [spec.parameter.numel() * 4 for spec in blueprint.ignored]
+    replay = Replay(units, setup, step, resting, update, wires).run()
+    return Plan(
+        units=tuple(units),
+        resting=_resting(question, units, blueprint, step, used, state, buffers, ignored),
+        peaks={phase: replay.memory.peaks[phase] for phase in PHASES if phase in replay.memory.peaks},
+        traffic=Traffic(replay.program.calls),
+        tasks=tuple(replay.program.tasks),
+        full_peak_bytes=replay.memory.full_peak_bytes,
+        input_bytes=step.input_bytes,
+        optimizer=name,
+        has_activations=step.was_run,
+        question=question,
+    )
+
+
+def _resting(
+    question: Question,
+    units: list[PlannedUnit],
+    blueprint: Blueprint,
+    step: FakeStep,
+    used: set[tuple[int, int, int]],
+    state: int,
+    buffers: int,
+    ignored: int,
+) -> Resting:
+    stage = question.setup.stage
+    rests_full = stage.shards_optimizer and not stage.shards_parameters
+    reduced = {(unit, flat) for unit, flat, _ in used if unit != IGNORED}
+    gradients = sum(units[unit].flats[flat].shard_bytes for unit, flat in reduced)
+    gradients += sum(_bytes(blueprint.ignored[index].parameter) for unit, _, index in used if unit == IGNORED)
+    return Resting(
+        parameters=sum(unit.shard_bytes for unit in units),
+        gradients=gradients,
+        optimizer=state,
+        gathered=sum(unit.full_bytes for unit in units) if rests_full else 0,
+        buffers=buffers,
+        ignored=ignored,
+    )
+
+
+def _optimizer_bytes(
+    units: list[PlannedUnit], blueprint: Blueprint, make: Any, rank: int, used: set[tuple[int, int, int]]
+) -> tuple[int, int]:
+    """Bytes of state, and what a step needs for a moment, on one rank."""
+    costs: dict[Any, OptimizerCost] = {}
+    state = total = largest = 0.0
+    parts = []
+    for unit, flat, index in used:
+        if unit == IGNORED:
+            parameter = blueprint.ignored[index].parameter
+            parts.append((parameter.dtype, parameter.numel()))
+        else:
+            planned = units[unit].flats[flat]
+            low, high = planned.layout.local_range(index, rank)
+            parts.append((planned.dtype, high - low))
+    for dtype, numel in parts:
+        if dtype not in costs:
+            costs[dtype] = measure_optimizer(make, dtype)
+        cost = costs[dtype]
+        state += cost.state_per_element * numel + cost.state_per_parameter
+        total += cost.transient_per_element * numel
+        largest = max(largest, cost.transient_per_largest * numel)
+    return round(state), round(total + largest)
+
+
+def _bytes(tensor: Any) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,236 @@
+"""Everything that a plan is made from, kept so that the same question can be asked again with one answer changed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..errors import ConfigError, UnknownOptionError
+from ..policy import as_policy
+from ..precision import Precision, as_precision
+from ..recompute.matching import recompute_matching
+from ..recompute.plan import as_segmented
+from ..stage import stage_of
+from ..structure import tensors_in
+from .blueprint import Blueprint, draw
+from .fake_step import FakeStep, fake_copy, made_up_step, run_step
+from .setup import Setup
+
+__all__ = ["Question", "ask"]
+
+
+@dataclass(frozen=True)
+class Question:
+    """The options of :func:`fsdplite.plan`, checked.
+
+    Attributes:
+        model: A fake copy; the user's own is left alone.
+        batch: ``(args, kwargs)`` of one microbatch on one rank, or None.
+        steps: Fake steps that were run already, by what they depend on.
+    """
+
+    model: nn.Module
+    mode: FakeTensorMode
+    batch: tuple[tuple, dict] | None
+    loss_of: Callable[..., torch.Tensor]
+    world_size: int
+    mesh: tuple[int, int]
+    stage: int
+    policy: Any
+    precision: Precision
+    optimizer: Any
+    recompute: Any
+    prefetch: int
+    reshard_after_forward: bool | None
+    ignored: tuple[str, ...]
+    microbatches: int
+    no_sync: bool
+    device: str
+    rank: int
+    steps: dict[Any, tuple[Blueprint, FakeStep]] = field(default_factory=dict)
+
+    def but(self, **changes: Any) -> Question:
+        """The same question with other options (already checked)."""
+        return replace(self, **changes)
+
+    @property
+    def setup(self) -> Setup:
+        replicate, shard = self.mesh
+        row = stage_of(self.stage)
+        if not row.shards_optimizer:  # stage 0: every rank a replica
+            replicate, shard = replicate * shard, 1
+        return Setup(
+            stage=row,
+            shard_size=shard,
+            replicate_size=replicate,
+            prefetch=self.prefetch,
+            reshard_after_forward=self.reshard_after_forward,
+            on_cpu=self.device == "cpu",
+            microbatches=self.microbatches,
+            no_sync=self.no_sync,
+        )
+
+    def run(self) -> tuple[Blueprint, FakeStep]:
+        """Units, and what the plain model does in one microbatch: run on fake tensors if there is a batch."""
+        key = (str(self.policy), self.precision.describe(), str(self.recompute), self.ignored)
+        if key not in self.steps:
+            self.steps[key] = self._run()
+        return self.steps[key]
+
+    def _run(self) -> tuple[Blueprint, FakeStep]:
+        twin = fake_copy(self.model, self.mode)
+        segments = as_segmented(self.recompute)
+        if self.recompute is not None and segments is None:
+            recompute_matching(twin, self.recompute)
+        modules, parameters = dict(twin.named_modules()), dict(twin.named_parameters(remove_duplicate=False))
+        ignored = [modules[name] if name in modules else parameters[name] for name in self.ignored]
+        blueprint = draw(twin, self.policy, self.precision, ignored)
+        if self.batch is None:
+            return blueprint, made_up_step(blueprint)
+        args, kwargs = self.batch
+        return blueprint, run_step(twin, blueprint, self.precision, args, kwargs, self.loss_of, self.mode, segments)
+
+
+_DEFAULTS = {
+    "stage": 3, "policy": None, "precision": None, "optimizer": "AdamW", "recompute": None, "offload": None,
+    "mesh": None, "inputs": None, "loss_of": None, "prefetch": 1, "reshard_after_forward": None, "ignored": (),
+    "microbatches": 1, "no_sync": False, "device": "cuda", "rank": 0,
+}  # fmt: skip
+
+
+def ask(model: Any, world_size: int | None, options: dict[str, Any]) -> Question:
+    """Check the options of a plan and copy the model onto fake tensors.
+
+    Raises:
+        ConfigError, UnknownOptionError: An option cannot be used; says what can.
+    """
+    for name in options:
+        if name not in _DEFAULTS:
+            near = difflib.get_close_matches(name, _DEFAULTS, n=1)
+            raise UnknownOptionError(
+                "a plan has no such option",
+                expected=", ".join(_DEFAULTS),
+                found=f"{name!r}" + (f" (did you mean {near[0]!r}?)" if near else ""),
+            )
+    chosen = {**_DEFAULTS, **options}
+    if chosen["offload"] is not None:
+        raise ConfigError("offload is not part of a plan yet", expected="offload=None", found=repr(chosen["offload"]))
+    for name, least in (("prefetch", 0), ("microbatches", 1), ("rank", 0)):
+        if isinstance(chosen[name], bool) or not isinstance(chosen[name], int) or chosen[name] < least:
+            raise ConfigError(f"{name} is a number", expected=f"an int >= {least}", found=repr(chosen[name]))
+    if chosen["device"] not in ("cuda", "cpu"):
+        raise ConfigError("a plan is for a kind of device", expected="'cuda' or 'cpu'", found=repr(chosen["device"]))
+    stage_of(chosen["stage"])
+    mesh = _mesh(world_size, chosen["mesh"])
+    size = mesh[0] * mesh[1]
+    if chosen["rank"] >= size:
+        raise ConfigError("there is no such rank", expected=f"one of 0 to {size - 1}", found=chosen["rank"])
+    built, batch, loss_of = _build(model, size)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    if chosen["inputs"] is not None:
+        batch = arguments(chosen["inputs"])
+    return Question(
+        model=fake_copy(built, mode),
+        mode=mode,
+        batch=batch,
+        loss_of=chosen["loss_of"] or loss_of or default_loss,
+        world_size=size,
+        mesh=mesh,
+        stage=chosen["stage"],
+        policy=as_policy(chosen["policy"]),
+        precision=as_precision(chosen["precision"]),
+        optimizer=chosen["optimizer"],
+        recompute=chosen["recompute"],
+        prefetch=chosen["prefetch"],
+        reshard_after_forward=chosen["reshard_after_forward"],
+        ignored=_names_of(built, chosen["ignored"]),
+        microbatches=chosen["microbatches"],
+        no_sync=bool(chosen["no_sync"]),
+        device=chosen["device"],
+        rank=chosen["rank"],
+    )
+
+
+def _mesh(world_size: Any, mesh: Any) -> tuple[int, int]:
+    """(replicas, shards) from a number of ranks and an optional (replicas, shards) or DeviceMesh."""
+    if mesh is not None:
+        shape = tuple(int(n) for n in (mesh.mesh.shape if hasattr(mesh, "mesh") else mesh))
+        if len(shape) == 1:
+            shape = (1, *shape)
+        if len(shape) != 2 or min(shape) < 1:
+            raise ConfigError("mesh is not a shape", expected="(replicas, shards), or a DeviceMesh", found=repr(mesh))
+        if world_size not in (None, shape[0] * shape[1]):
+            raise ConfigError("mesh and world_size disagree", expected=f"{world_size} ranks", found=f"mesh {shape}")
+        return shape
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ConfigError("world_size is the number of ranks", expected="an int >= 1", found=repr(world_size))
+    return 1, world_size
+
+
+def _build(model: Any, world_size: int) -> tuple[nn.Module, tuple[tuple, dict] | None, Any]:
+    """A module, and what else its factory brings: a batch and a loss."""
+    if isinstance(model, nn.Module):
+        if any(type(p).__name__ == "ShardedParameter" for p in model.parameters()):
+            raise ConfigError("the model is wrapped already", cure="plan before fsdp_wrap, or pass what builds the model")
+        return model, None, None
+    if not callable(model):
+        raise ConfigError("a plan is made for a model", expected="a module or what builds one", found=repr(model))
+    try:
+        with torch.device("meta"):
+            made = model()
+    except (RuntimeError, NotImplementedError) as failure:
+        raise ConfigError(
+            "the model cannot be built on the meta device",
+            found=f"{type(failure).__name__}: {str(failure).splitlines()[0]}",
+            cure="do not read values of tensors while building, or pass the built module",
+        ) from failure
+    module, *rest = made if isinstance(made, tuple) else (made,)
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            "what builds the model returned something else",
+            expected="a module, (module, make_batch) or (module, make_batch, loss_of)",
+            found=type(module).__name__,
+        )
+    batch = arguments(rest[0](0, 0, world_size)) if rest else None
+    return module, batch, rest[1] if len(rest) > 1 else None
+
+
+def _names_of(model: nn.Module, ignored: Any) -> tuple[str, ...]:
+    names = {id(module): name for name, module in model.named_modules()}
+    names |= {id(parameter): name for name, parameter in model.named_parameters()}
+    for entry in ignored:
+        if id(entry) not in names:
+            raise ConfigError("ignored names something that is not in the model", found=type(entry).__name__)
+    return tuple(names[id(entry)] for entry in ignored)
+
+
+def arguments(batch: Any) -> tuple[tuple, dict]:
+    """A tensor, a tuple of positional or a dict of keyword arguments, or ``(args, kwargs)``, as the last."""
+    is_pair = isinstance(batch, tuple) and len(batch) == 2
+    if is_pair and isinstance(batch[0], (tuple, list)) and isinstance(batch[1], dict):
+        return tuple(batch[0]), batch[1]
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    if isinstance(batch, dict):
+        return (), batch
+    return (batch,), {}
+
+
+def default_loss(model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The output itself if it is a scalar, else the mean of all its floating tensors squared."""
+    output = model(*args, **kwargs)
+    if isinstance(output, torch.Tensor) and output.numel() == 1:
+        return output.reshape(())
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    found = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() and tensor.requires_grad]
+    if not found:
+        raise ConfigError("no output of the model needs a gradient", cure="pass loss_of=")
+    return torch.stack([tensor.float().square().mean() for tensor in found]).sum()

@@ -1,0 +1,146 @@
+"""A plan as text and as plain values."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import unit_label
+from ..events import format_bytes
+
+if TYPE_CHECKING:
+    from .blueprint import PlannedUnit
+    from .prediction import Plan
+
+__all__ = ["as_dict", "as_table"]
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """Plain values, for JSON. Bytes are those of one rank."""
+    question = plan.question
+    return {
+        "world_size": question.world_size,
+        "mesh": list(question.mesh),
+        "stage": question.stage,
+        "precision": question.precision.describe(),
+        "optimizer": plan.optimizer,
+        "device": question.device,
+        "rank": question.rank,
+        "prefetch": question.prefetch,
+        "microbatches": question.microbatches,
+        "numel": plan.numel,
+        "padding_numel": plan.padding_numel,
+        "has_activations": plan.has_activations,
+        "peak_bytes": plan.peak_bytes,
+        "peak_phase": plan.peak_phase,
+        "peak_unit": plan.peak_unit,
+        "full_peak_bytes": plan.full_peak_bytes,
+        "resting_bytes": {**asdict(plan.resting), "total": plan.resting.total},
+        "peaks": {phase: asdict(peak) for phase, peak in plan.peaks.items()},
+        "traffic": {
+            kind: {"calls": plan.traffic.count(kind), "elements": plan.traffic.numel(kind),
+                   "bytes": plan.traffic.bytes(kind)}
+            for kind in plan.traffic.kinds
+        },
+        "sent_bytes": plan.traffic.sent_bytes,
+        "units": [
+            {"name": unit.name, "class": unit.module_class, "numel": unit.numel, "padding_numel": unit.padding_numel,
+             "shard_bytes": unit.shard_bytes, "full_bytes": unit.full_bytes, "reduction_bytes": unit.buffer_bytes}
+            for unit in plan.units
+        ],
+    }  # fmt: skip
+
+
+def as_table(plan: Plan, width: int = 80) -> str:
+    """Units, memory by phase and traffic, in ``width`` columns. Equal units that follow each other share a row."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, highlight=False)
+    for title, table in (("", _units(plan)), ("between steps", _resting(plan)), ("in a step", _peaks(plan)),
+                         ("on the wire, per step and rank", _traffic(plan))):  # fmt: skip
+        if title:
+            console.print(f"\n{title}", markup=False)
+        console.print(table)
+    console.print()
+    console.print(_verdict(plan), markup=False)
+    return console.file.getvalue()
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, collapse_padding=True, padding=(0, 2, 0, 0))
+    for position, heading in enumerate(columns):
+        is_text = heading in ("unit", "module", "phase", "what", "mostly")
+        table.add_column(
+            heading, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold" if is_text else "crop"
+        )
+    return table
+
+
+def _units(plan: Plan) -> Table:
+    table = _table("unit", "module", "params", "pad", "shard", "full", "reduction")
+    rows: list[tuple[Any, list[PlannedUnit]]] = []
+    for unit in plan.units:
+        shape = (unit.module_class, unit.numel, unit.padding_numel, unit.shard_bytes, unit.full_bytes, unit.buffer_bytes)
+        if rows and rows[-1][0] == shape:
+            rows[-1][1].append(unit)
+        else:
+            rows.append((shape, [unit]))
+    for shape, units in rows:
+        cls, numel, padding, *sizes = shape
+        name = units[0].name or "(root)"
+        if len(units) > 1:
+            name = f"{name} to {units[-1].name.rpartition('.')[2]}, each"
+        table.add_row(name, cls, f"{numel:,}", f"{padding:,}", *map(format_bytes, sizes))
+    return table
+
+
+def _resting(plan: Plan) -> Table:
+    table = _table("what", "bytes")
+    resting = plan.resting
+    names = {
+        "parameters": "parameter shards",
+        "optimizer": f"state of {plan.optimizer}",
+        "gathered": "gathered parameters, which stay at this stage",
+        "gradients": "gradient shards, until zero_grad",
+        "buffers": "buffers of modules",
+        "ignored": "ignored parameters",
+    }
+    for name, text in names.items():
+        if getattr(resting, name):
+            table.add_row(text, format_bytes(getattr(resting, name)))
+    table.add_row("together", format_bytes(resting.total))
+    return table
+
+
+def _peaks(plan: Plan) -> Table:
+    table = _table("phase", "peak", "unit", "mostly")
+    for phase, peak in plan.peaks.items():
+        largest = sorted(peak.parts.items(), key=lambda item: -item[1])[:3]
+        mostly = ", ".join(f"{kind} {format_bytes(count)}" for kind, count in largest)
+        table.add_row(phase, format_bytes(peak.bytes), peak.unit or "(root)", mostly)
+    return table
+
+
+def _traffic(plan: Plan) -> Table:
+    table = _table("what", "calls", "elements", "bytes")
+    for kind in plan.traffic.kinds:
+        count, numel, size = plan.traffic.count(kind), plan.traffic.numel(kind), plan.traffic.bytes(kind)
+        table.add_row(kind.replace("_", "-"), f"{count:,}", f"{numel:,}", format_bytes(size))
+    return table
+
+
+def _verdict(plan: Plan) -> str:
+    question = plan.question
+    replicas, shards = question.mesh
+    ranks = f"{question.world_size} ranks" + (f" ({replicas} replicas of {shards})" if replicas > 1 else "")
+    padding = f"{100 * plan.padding_numel / plan.numel:.2f}% padding" if plan.numel else "no parameters"
+    text = (
+        f"{len(plan.units)} units, {plan.numel:,} parameters, {padding}, stage {question.stage} over {ranks} "
+        f"({question.device}): at most {format_bytes(plan.peak_bytes)} on rank {question.rank}, in {plan.peak_phase} at "
+        f"unit {unit_label(plan.peak_unit)}"
+    )
+    if not plan.has_activations:
+        text += "; without activations, since no inputs were given"
+    return text

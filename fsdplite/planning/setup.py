@@ -1,0 +1,36 @@
+"""How a model is wrapped and looped over, as far as a plan depends on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..stage import Stage
+
+__all__ = ["Setup"]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is wrapped, and the loop around it.
+
+    Attributes:
+        stage: ZeRO stage.
+        shard_size, replicate_size: Ranks that share one replica, and replicas.
+        prefetch, reshard_after_forward: As for ``fsdp_wrap``.
+        on_cpu: gloo on CPU, where the host waits for reductions and the transport copies what it reduces.
+        microbatches: Backwards per step.
+        no_sync: All but the last of them run without synchronisation.
+    """
+
+    stage: Stage
+    shard_size: int
+    replicate_size: int = 1
+    prefetch: int = 1
+    reshard_after_forward: bool | None = None
+    on_cpu: bool = False
+    microbatches: int = 1
+    no_sync: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.shard_size * self.replicate_size
