@@ -9,7 +9,7 @@ and the storage object stays, so a gather in backward refills what autograd save
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from .errors import ParameterUseError
 from .flat_spec import FlatSpec
 from .gradient import PendingGrad, ShardedGrad
 from .gradient_buffer import GradientBuffer
+from .gradient_hooks import PostAccumulateHooks, leaf_hook
 from .groups import Groups
 from .parameter import ParameterInfo, ShardedParameter, engine_access, read_grad, write_grad
 from .stage import Stage
@@ -69,7 +70,7 @@ class FlatParameter:
         self.unfilled: set[int] = set(range(len(self.users)))  # nobody has given these values yet
         self._pending: Pending | None = None
         self._is_arriving = False
-        self._post_accumulate_hooks: dict[int, list[Callable[[torch.Tensor], None]]] = {}
+        self.post_accumulate_hooks = PostAccumulateHooks()
         self.binding = Binding(spec.locations)
         self._create_full()
         self.gradient = GradientBuffer(self) if self.trainable else None
@@ -136,7 +137,7 @@ class FlatParameter:
         if self.trainable:
             ref = weakref.ref(self)
             for index, leaf in enumerate(self.leaves):
-                leaf.register_post_accumulate_grad_hook(_leaf_hook(ref, index))
+                leaf.register_post_accumulate_grad_hook(leaf_hook(ref, index))
         for index, leaf in enumerate(self.leaves):
             leaf._fsdp_info = ParameterInfo(self, index)
         self.binding.connect(self.users, self.leaves)
@@ -301,7 +302,8 @@ class FlatParameter:
             user.data = self.shard[start:stop]
             hooks = user.__dict__.pop("_fsdp_post_hooks", None) or getattr(user, "_post_accumulate_grad_hooks", None)
             if hooks:
-                self._post_accumulate_hooks[index] = list(hooks.values())
+                for hook in hooks.values():
+                    self.post_accumulate_hooks.add(index, hook)
                 user._post_accumulate_grad_hooks = None
             if user._backward_hooks and self.trainable:
                 for hook in list(user._backward_hooks.values()):
@@ -336,17 +338,6 @@ class FlatParameter:
                     write_grad(user, None)
                 elif gradient is not None:
                     gradient.zero_()
-
-    def add_post_accumulate_hook(self, index: int, hook: Callable[[torch.Tensor], None]) -> Any:
-        hooks = self._post_accumulate_hooks.setdefault(index, [])
-        hooks.append(hook)
-        return _Removable(hooks, hook)
-
-    def run_post_accumulate_hooks(self, indices: list[int]) -> None:
-        if self._post_accumulate_hooks:
-            for index in indices:
-                for hook in list(self._post_accumulate_hooks.get(index, ())):
-                    hook(self.users[index])
 
     def sync_requires_grad(self) -> bool:
         """Follow the users' flags. True if a frozen flat parameter has to be split (see ``regroup``).
@@ -391,7 +382,7 @@ class FlatParameter:
         copy.unfilled = set(self.unfilled)
         copy._pending = None
         copy._is_arriving = False
-        copy._post_accumulate_hooks = {i: list(hooks) for i, hooks in self._post_accumulate_hooks.items()}
+        copy.post_accumulate_hooks = self.post_accumulate_hooks.copy()
         copy.binding = Binding([])
         copy.users = []
         for index, user in enumerate(self.users):
@@ -416,29 +407,3 @@ class FlatParameter:
         """After a deep copy of the modules: find the copied places of the original's users."""
         self.binding = original.binding.copy_for(memo)
         self.binding.connect(self.users, self.leaves)
-
-
-class _Removable:
-    """Handle with ``remove()``, as torch's hook registrations return."""
-
-    def __init__(self, hooks: list, hook: Any) -> None:
-        self._hooks = hooks
-        self._hook = hook
-
-    def remove(self) -> None:
-        if self._hook in self._hooks:
-            self._hooks.remove(self._hook)
-
-
-def _leaf_hook(ref: weakref.ref, index: int) -> Callable[[torch.Tensor], None]:
-    """Called by autograd when a leaf's gradient is complete. Weak, or the leaf would keep its owner alive."""
-
-    def on_gradient(leaf: torch.Tensor) -> None:
-        with engine_access():  # a late gradient finds the leaf at rest
-            gradient = read_grad(leaf)
-            write_grad(leaf, None)
-        flat = ref()
-        if flat is not None and gradient is not None:
-            flat.unit.on_gradient(flat, index, gradient)
-
-    return on_gradient

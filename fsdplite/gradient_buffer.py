@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GradientBuffer", "GradientShard"]
 
-_EARLY_FRACTION = 8  # the buffer is allocated when more than 1/8 of it has arrived
+_WAITING_FRACTION = 8  # the buffer is allocated when more than 1/8 of it has arrived
 
 
 class GradientShard:
@@ -57,15 +57,16 @@ class GradientBuffer:
             self._views = [self._buffer[s.offset : s.stop].view(s.shape) for s in layout.slots]
             self._gaps = [self._buffer[start:stop] for start, stop in layout.gaps()]
             self._storage.resize_(0)
-        self._bytes = layout.padded_numel * self._dtype.itemsize
+        self._numel = layout.padded_numel
+        self._bytes = self._numel * self._dtype.itemsize
         self._allocated = False
         self.filled = bytearray(count)
         self.used = bytearray(count)
         self.is_pending = False
-        self._is_open = False  # the buffer is there and takes gradients
+        self._is_taking = False  # this backward has brought gradients since the last reduction
         self._is_resumed = False  # this backward adds to what an unsynchronised one left
-        self._early: dict[int, torch.Tensor] = {}
-        self._early_numel = 0
+        self._waiting: dict[int, torch.Tensor] = {}  # gradients that are not in the buffer yet
+        self._waiting_numel = 0
         self._reducing: tuple[Pending | None, torch.Tensor] | None = None
         self._result: torch.Tensor | None = None
         self._shard: Any = lambda: None
@@ -75,8 +76,8 @@ class GradientBuffer:
 
     @property
     def allocated_bytes(self) -> int:
-        early = sum(gradient.numel() * gradient.element_size() for gradient in self._early.values())
-        return early + (self._bytes if self._allocated else 0)
+        waiting = sum(gradient.numel() * gradient.element_size() for gradient in self._waiting.values())
+        return waiting + (self._bytes if self._allocated else 0)
 
     @property
     def is_reducing(self) -> bool:
@@ -87,49 +88,48 @@ class GradientBuffer:
         return 1 in self.filled
 
     def accumulate(self, index: int, gradient: torch.Tensor) -> None:
-        """Take one complete local gradient (compute dtype, full shape). Owns it from here on."""
-        if not self._is_open and self._keep_early(index, gradient):
-            return
-        view = self._views[index]
+        """Take one complete local gradient (compute dtype, full shape). Owns it from here on.
+
+        Allocating the buffer is put off while what has arrived is small beside it. The first gradients often are: a
+        bias, or the last norm of a root whose large embedding gradient comes at the end of backward.
+        """
+        if not self._is_taking:
+            self._start_taking()
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if self.filled[index]:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-            self.filled[index] = 1
-
-    def _keep_early(self, index: int, gradient: torch.Tensor) -> bool:
-        """Put off allocating the buffer while what has arrived is small beside it.
-
-        The first gradients of a unit are often small: a bias, or the last norm of a root whose large embedding
-        gradient comes at the end of backward. Returns False when the buffer is open for this gradient.
-        """
-        flat = self._flat()
-        self.resume()
-        if self._reducing is not None or (flat.stage.shards_gradients and not self._allocated):
-            self._early_numel += gradient.numel()
-            is_first = not self.filled[index] and not gradient.is_sparse and self._reducing is None
-            if is_first and self._early_numel * _EARLY_FRACTION <= flat.layout.padded_numel:
-                self._early[index] = gradient
-                self.filled[index] = 1
-                return True
-            # At most one full gradient beside gloo's own copy; with streams the one in flight overlaps the next.
-            if self._reducing is not None or not flat.device.type == "cuda":
-                flat.unit.schedule.finish_reductions()
-        self._open()
-        return False
-
-    def _open(self) -> None:
-        """Allocate the buffer, and copy into it what came early."""
+            if not self._allocated:
+                self._allocate()
+            self._views[index].add_(gradient)
+            return
+        self.filled[index] = 1
         if not self._allocated:
-            self._storage.resize_(self._bytes)
-            self._allocated = True
-        for index, gradient in self._early.items():
+            self._waiting_numel += gradient.numel()
+            if self._waiting_numel * _WAITING_FRACTION <= self._numel:
+                self._waiting[index] = gradient
+                return
+            self._allocate()
+        self._views[index].copy_(gradient)
+
+    def _start_taking(self) -> None:
+        """The first gradient since the last reduction, or since the last backward."""
+        self.resume()
+        if self._reducing is not None:  # at most one full gradient beside gloo's own copy
+            self._flat().unit.schedule.finish_reductions()
+        self._is_taking = True
+
+    def _allocate(self) -> None:
+        """Allocate the buffer, and copy into it what waits."""
+        flat = self._flat()
+        if flat.stage.shards_gradients and flat.device.type != "cuda":
+            flat.unit.schedule.finish_reductions()  # with streams the one in flight overlaps the next
+        self._storage.resize_(self._bytes)
+        self._allocated = True
+        for index, gradient in self._waiting.items():
             if self.filled[index]:
                 self._views[index].copy_(gradient)
-        self._early.clear()
-        self._is_open = True
+        self._waiting.clear()
+        self._waiting_numel = 0
 
     def resume(self) -> None:
         """A backward begins to add to what an unsynchronised one left, unless ``zero_grad`` came in between."""
@@ -170,9 +170,9 @@ class GradientBuffer:
             self._storage.resize_(0)
             self._allocated = False
         self.filled = bytearray(len(self.filled))
-        self._early.clear()
-        self._early_numel = 0
-        self._is_open = self.is_pending = self._is_resumed = False
+        self._waiting.clear()
+        self._waiting_numel = 0
+        self._is_taking = self.is_pending = self._is_resumed = False
 
     # ------------------------------------------------------------------ reducing
 
@@ -183,8 +183,8 @@ class GradientBuffer:
         an all-reduce of the shard over the replicas; with a shard group of one only an all-reduce.
         """
         flat = self._flat()
-        if not self._is_open:
-            self._open()
+        if not self._allocated:
+            self._allocate()
         for gap in self._gaps:
             gap.zero_()
         for index, is_filled in enumerate(self.filled):
@@ -193,8 +193,7 @@ class GradientBuffer:
             else:
                 self._views[index].zero_()
         self.filled = bytearray(len(self.filled))
-        self._early_numel = 0
-        self._is_open = self.is_pending = self._is_resumed = False  # later gradients have to wait for the sum
+        self._is_taking = self.is_pending = self._is_resumed = False  # later gradients have to wait for the sum
         groups = flat.groups
         self.lane.wait_for_compute()
         pending = None
@@ -325,7 +324,7 @@ class GradientBuffer:
     def bind_pending(self) -> None:
         """After an unsynchronised backward: ``.grad`` shows that something is there, and refuses to be used."""
         self.is_pending = True
-        self._is_open = self._is_resumed = False
+        self._is_taking = self._is_resumed = False
         flat = self._flat()
         with engine_access():
             for index, user in enumerate(flat.users):

@@ -208,7 +208,8 @@ class ShardedParameter(nn.Parameter):
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         """The hook is called once per synchronised backward, after the reduction, with this parameter."""
-        return self.__dict__["_fsdp_info"].flat.add_post_accumulate_hook(self.__dict__["_fsdp_info"].index, hook)
+        info = self.__dict__["_fsdp_info"]
+        return info.flat.post_accumulate_hooks.add(info.index, hook)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -8,41 +8,35 @@ own check that a saved tensor was not changed in place, so it is done here.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .errors import ParameterUseError
-from .flat_param import FlatParameter, owner_of
-
-if TYPE_CHECKING:
-    from .unit import Call
+from .flat_param import OWNERS
 
 __all__ = ["guard_saved_weights", "stop_guarding"]
 
 
-class _SavedWeight:
-    __slots__ = ("call", "flat", "generation", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, flat: FlatParameter, call: Call) -> None:
-        self.tensor = tensor
-        self.flat = flat
-        self.call = call
-        self.generation = flat.generation
-
-
 def _pack(tensor: torch.Tensor) -> Any:
-    flat = owner_of(tensor)
+    """A tensor and its version; for a gathered weight, its flat parameter, call and generation instead.
+
+    Called for every tensor that autograd saves, so tuples and no further calls.
+    """
+    try:
+        ref = OWNERS.get(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # sparse and other tensors without a storage
+        ref = None
     if not tensor.is_leaf:
         # A node that saves its own output would keep itself alive; autograd puts the edge back when it unpacks.
         tensor = tensor.detach()
-    if flat is None:
+    if ref is None or (flat := ref()) is None:
         return tensor, tensor._version
-    return _SavedWeight(tensor, flat, flat.unit.current_call())
+    return tensor, flat, flat.unit.current_call(), flat.generation
 
 
 def _unpack(saved: Any) -> torch.Tensor:
-    if type(saved) is tuple:
+    if len(saved) == 2:
         tensor, version = saved
         if tensor._version != version:
             raise RuntimeError(
@@ -51,10 +45,8 @@ def _unpack(saved: Any) -> torch.Tensor:
                 "instead. Hint: enable anomaly detection outside of a wrapped model to find the operation."
             )
         return tensor
-    if type(saved) is not _SavedWeight:
-        return saved
-    flat = saved.flat
-    if flat.generation != saved.generation:
+    tensor, flat, call, generation = saved
+    if flat.generation != generation:
         raise ParameterUseError(
             "a weight changed between the forward and the backward that needs its old value",
             unit=flat.unit_name,
@@ -63,8 +55,8 @@ def _unpack(saved: Any) -> torch.Tensor:
             cure="call backward() before optimizer.step(), or run the forward again after it",
         )
     if not flat.is_unsharded or flat.is_arriving:
-        saved.call.reopen()
-    return saved.tensor
+        call.reopen()
+    return tensor
 
 
 def guard_saved_weights() -> bool:

@@ -328,7 +328,7 @@ class Schedule:
             events.active.emit("backward_stop", self.root.name)
         optimizer_hooks.flip_again()
         for flat, indices in bound:
-            flat.run_post_accumulate_hooks(indices)
+            flat.post_accumulate_hooks.run(indices, flat.users)
 
     def _bind(self, flats: list[FlatParameter], used: bytearray) -> list[tuple[FlatParameter, list[int]]]:
         for lane in {id(flat.gather_lane): flat.gradient.lane for flat in flats}.values():
