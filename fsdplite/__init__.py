@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .groups import init_distributed as init_distributed
     from .inspect import trace as trace
     from .planning.prediction import plan as plan
+    from .offload.options import Offload as Offload
     from .policy import by_class as by_class
     from .policy import by_name as by_name
     from .policy import by_predicate as by_predicate
@@ -45,6 +46,7 @@ _HOMES = {
     "FSDPError": "errors",
     "FSDPUnit": "fsdp_unit",
     "LossScaler": "scaler",
+    "Offload": "offload.options",
     "Precision": "precision",
     "by_class": "policy",
     "by_name": "policy",

@@ -18,6 +18,8 @@ _STORY = {
     "backward_start": "backward reaches {unit}",
     "all_gather": "{unit}: all-gather of {mib} starts",
     "cast": "{unit}: full parameters of {mib} copied from the resting shard, no collective",
+    "from_host": "{unit}: {mib} copied from host memory into this rank's slot",
+    "to_host": "{unit}: gradient shard of {mib} copied to host memory",
     "prefetch": "{unit} is the next one: gathered ahead",
     "wait": "{unit}: full parameters are there",
     "reshard": "{unit}: full parameters ({mib}) freed",

@@ -23,6 +23,7 @@ from .gradient import PendingGrad, ShardedGrad
 from .gradient_buffer import GradientBuffer
 from .gradient_hooks import PostAccumulateHooks, leaf_hook
 from .groups import Groups
+from .offload.resting import OnDevice
 from .parameter import ParameterInfo, ShardedParameter, engine_access, read_grad, write_grad
 from .stage import Stage
 from .streams import lane_for
@@ -50,7 +51,9 @@ def owner_of(tensor: torch.Tensor) -> FlatParameter | None:
 class FlatParameter:
     """See the module docstring. Created by ``wrap``; afterwards only its unit and the schedule touch it."""
 
-    def __init__(self, spec: FlatSpec, *, groups: Groups, stage: Stage, device: torch.device, unit_name: str) -> None:
+    def __init__(
+        self, spec: FlatSpec, *, groups: Groups, stage: Stage, device: torch.device, unit_name: str, resting: OnDevice
+    ) -> None:
         self.groups = groups
         self.stage = stage
         self.device = device
@@ -62,7 +65,8 @@ class FlatParameter:
         self.all_names = list(spec.names)
         self.users: list[nn.Parameter] = list(spec.parameters)
         self.layout = spec.layout(groups.shard_size)
-        self.shard = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=device)
+        self.resting = resting
+        self.shard = resting.zeros(self.layout.shard_numel, self.dtype)
         self.unit: UnitState | None = None
         self.gather_lane = lane_for(device, "gather")
         self.generation = 0  # how often the shard has been changed
@@ -163,7 +167,9 @@ class FlatParameter:
         with self.gather_lane:
             if not self.is_unsharded:
                 self._storage.resize_(self.full_bytes)
-            self._own_slot.copy_(self.shard)
+            self.resting.fetch(self._own_slot, self.shard, self.gather_lane)
+            if self.resting.is_elsewhere and events.active is not None:
+                events.active.emit("from_host", self.unit_name, self._own_slot.numel() * self._own_slot.element_size())
             if self.groups.shard is not None:
                 if events.active is not None:
                     events.active.emit("all_gather", self.unit_name, self.full_bytes, self.layout.padded_numel)
@@ -371,11 +377,11 @@ class FlatParameter:
         memo[id(self)] = copy
         for name in (
             "groups", "stage", "device", "unit_name", "dtype", "compute_dtype", "wire_dtype", "trainable", "layout",
-            "gather_lane",
+            "gather_lane", "resting",
         ):  # fmt: skip
             setattr(copy, name, getattr(self, name))
         copy.all_names = list(self.all_names)
-        copy.shard = self.shard.clone()
+        copy.shard = self.resting.clone(self.shard)
         copy.unit = None
         copy.generation = 0
         copy.gathered_generation = -1

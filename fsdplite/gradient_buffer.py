@@ -232,17 +232,23 @@ class GradientBuffer:
                 reduced = reduced.to(self._dtype)
             if divisor != 1:
                 reduced.div_(divisor)
+            reduced = flat.resting.bring(reduced, self.lane)
             if self._result is not None:
+                flat.resting.wait()
                 self._result.add_(reduced)
             else:
                 shard = self._live_shard(flat)
                 if shard is None:
                     self._result = reduced
                 else:
+                    flat.resting.wait()
                     shard.tensor.add_(reduced)
         self._reducing = None
         if events.active is not None:
-            events.active.emit("reduced", flat.unit_name, reduced.numel() * reduced.element_size())
+            count = reduced.numel() * reduced.element_size()
+            if flat.resting.is_elsewhere:
+                events.active.emit("to_host", flat.unit_name, count)
+            events.active.emit("reduced", flat.unit_name, count)
         self.release()
 
     def _live_shard(self, flat: FlatParameter) -> GradientShard | None:
@@ -277,6 +283,7 @@ class GradientBuffer:
         self.used = bytearray(len(self.used))
         result, self._result = self._result, None
         if result is not None:
+            flat.resting.wait()
             if result.dtype != flat.dtype:
                 result = result.to(flat.dtype)
             shard = GradientShard(result)

@@ -49,7 +49,9 @@ def clip_grad_norm(
         device = next((flat.device for unit in units for flat in unit.flats), torch.device("cpu"))
         total = combine_norms(entries, norm_type, dtype, device)
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        scales = {rest: scale.to(rest) for rest in {gradient.device for gradient in gradients}}
         for gradient in gradients:
+            scale = scales[gradient.device]
             if gradient.dtype == scale.dtype:
                 gradient.mul_(scale)
             else:

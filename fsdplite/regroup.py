@@ -45,7 +45,12 @@ def split_frozen(flat: FlatParameter) -> None:
             shapes=[torch.Size(flat.layout.slots[i].shape) for i in members],
         )
         part = FlatParameter(
-            spec, groups=flat.groups, stage=flat.stage, device=flat.device, unit_name=flat.unit_name
+            spec,
+            groups=flat.groups,
+            stage=flat.stage,
+            device=flat.device,
+            unit_name=flat.unit_name,
+            resting=flat.resting,
         )
         for new, old in enumerate(members):
             slot = flat.layout.slots[old]

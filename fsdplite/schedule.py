@@ -59,6 +59,7 @@ class Schedule:
         self.ignored = IgnoredGradients(self)
         self.unfilled: dict[str, Any] = {}  # names of tensors that came from meta and that nobody filled yet
         self.regroup: Any = None  # set by wrap: splits a frozen flat parameter when some of it is unfrozen
+        self.offload: Any = None  # set by wrap: where an offloaded optimizer keeps its state
         self._on_cpu = on_cpu
         self._guarding = False
         self._clock = 0
@@ -399,6 +400,7 @@ class Schedule:
         memo[id(self)] = twin
         twin.divide_factor = self.divide_factor
         twin.regroup = self.regroup
+        twin.offload = self.offload
         twin.unfilled = dict(self.unfilled)
         twin.step = self.step
         twin.ignored = IgnoredGradients(twin)

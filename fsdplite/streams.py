@@ -1,4 +1,4 @@
-"""Lanes of work beside the computation: one for gathering, one for reducing.
+"""Lanes of work beside the computation: one for gathering, one for reducing, one for copies to and from the host.
 
 On CUDA a lane is a stream; on CPU the same calls do nothing, so that both run the same engine code. Memory that a
 lane allocates is freed on that lane, ordered after the computation that used it by an event: never
@@ -28,6 +28,12 @@ class Lane:
 
     def compute_waits(self) -> None:
         """What the computation is given from now on runs after what this lane has been given so far."""
+
+    def follow(self, other: Lane) -> None:
+        """What is put on this lane from now on runs after what ``other`` has been given so far."""
+
+    def synchronize(self) -> None:
+        """The host waits for what this lane has been given so far."""
 
 
 class CudaLane(Lane):
@@ -59,6 +65,13 @@ class CudaLane(Lane):
     def compute_waits(self) -> None:
         self._compute().wait_stream(self.stream)
 
+    def follow(self, other: Lane) -> None:
+        if isinstance(other, CudaLane):
+            self.stream.wait_stream(other.stream)
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
     def _compute(self) -> torch.cuda.Stream:
         """The computation's stream: inside the lane it is not the current one."""
         stack = self._stack()
@@ -70,7 +83,7 @@ _cuda_lanes: dict[tuple[torch.device, str], CudaLane] = {}
 
 
 def lane_for(device: torch.device, purpose: str) -> Lane:
-    """The lane for ``"gather"`` or ``"reduce"`` on a device; all units of a process share it."""
+    """The lane for ``"gather"``, ``"reduce"`` or ``"offload"`` on a device; all units of a process share it."""
     if device.type != "cuda":
         return _IDLE
     key = (device, purpose)

@@ -26,6 +26,8 @@ from .groups import Groups, next_number, resolve_groups
 from .low_precision import keep_in_fp32, kept_modules
 from .materialize import Materializer, refuse_gradients, warn_low_precision
 from .modules import user_name
+from .offload.options import Offload, as_offload
+from .offload.resting import OnDevice, OnHost
 from .parameter import info_of
 from .partition import Partition, UnitSpec, blocks_worth_wrapping, partition
 from .policy import as_policy
@@ -68,7 +70,7 @@ def fsdp_wrap(
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a ``Precision``. The optimizer sees fp32 masters.
         reshard_after_forward: Free full parameters after forward. None: every unit but the root.
         prefetch: How many units are gathered ahead.
-        offload: None.
+        offload: None, or an ``Offload``: what rests in host memory or on a disk.
         recompute: None; a policy: modules it matches are computed again in backward; ``"sqrt"`` or a
             ``recompute_within(bytes)``: blocks are, in segments.
         ignored: Modules or parameters to leave whole; gradients of trainable ones are averaged all the same.
@@ -96,7 +98,8 @@ def fsdp_wrap(
     try:
         precision = as_precision(precision)
         policy = as_policy(policy)
-        _check_options(offload, prefetch, reshard_after_forward)
+        offload = as_offload(offload, row)
+        _check_options(prefetch, reshard_after_forward)
         methods = _check_methods(module, forward_methods)
         segments = as_segmented(recompute)
         blocks = find_blocks(module) if segments is not None else []
@@ -130,12 +133,12 @@ def fsdp_wrap(
     if failure is None:
         header = f"stage={stage} policy={policy.describe() if policy else None} {precision.describe()}"
         header += f" reshard_after_forward={reshard_after_forward} prefetch={prefetch} sync_params={sync_params}"
-        header += f" recompute={segments or type(recompute).__name__}"
+        header += f" recompute={segments or type(recompute).__name__} {offload.describe()}"
         description = [header, *_describe(plan)]
     _check_ranks_agree(groups, description, failure)
     _install()
     wrapped = _Wrapping(
-        module, plan, row, groups, precision, reshard_after_forward, prefetch, sync_params, methods
+        module, plan, row, groups, precision, reshard_after_forward, prefetch, sync_params, methods, offload
     ).finish()
     if segments is not None:
         recompute_in_segments(segments, blocks, groups)
@@ -163,6 +166,7 @@ class _Wrapping:
         prefetch: int,
         sync: bool,
         methods: tuple[str, ...],
+        offload: Offload,
     ) -> None:
         self.module = module
         self.plan = plan
@@ -174,6 +178,8 @@ class _Wrapping:
         self.sync = sync
         self.methods = methods
         self.device = _compute_device(plan, groups)
+        self.offload = offload
+        self.resting = OnDevice(self.device) if offload.params is None else OnHost(self.device, offload.pin)
         self.kept, self.kept_outermost = kept_modules(module, precision)
 
     def finish(self) -> nn.Module:
@@ -199,7 +205,12 @@ class _Wrapping:
 
     def _flat(self, spec: UnitSpec, flat_spec: FlatSpec) -> FlatParameter:
         return FlatParameter(
-            flat_spec, groups=self.groups, stage=self.stage, device=self.device, unit_name=user_name(spec.name)
+            flat_spec,
+            groups=self.groups,
+            stage=self.stage,
+            device=self.device,
+            unit_name=user_name(spec.name),
+            resting=self.resting,
         )
 
     def _state(self, spec: UnitSpec, flats: list[FlatParameter]) -> UnitState:
@@ -252,6 +263,7 @@ class _Wrapping:
     def _schedule(self, states: list[tuple[UnitSpec, UnitState]]) -> Schedule:
         schedule = Schedule(states[0][1], next_number(self.groups), on_cpu=self.device.type == "cpu")
         schedule.regroup = split_frozen
+        schedule.offload = self.offload
         by_module = {id(spec.module): state for spec, state in states}
         nested = {id(m): name for name, m in self.plan.nested}
         absorbed: dict[int, tuple[Schedule, str]] = {}
@@ -316,9 +328,7 @@ def _refuse_subclass(parameter: nn.Parameter, name: str) -> None:
         )
 
 
-def _check_options(offload: Any, prefetch: Any, reshard_after_forward: Any) -> None:
-    if offload is not None:
-        raise ConfigError("offload is not part of this version", expected="offload=None", found=repr(offload))
+def _check_options(prefetch: Any, reshard_after_forward: Any) -> None:
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         raise ConfigError("prefetch is a number of units", expected="an int >= 0", found=repr(prefetch))
     if reshard_after_forward not in (None, True, False):

@@ -1,0 +1,171 @@
+"""Offload(params="cpu"): shards and gradients rest in host memory. Cases A4, D8, G1, G7, X11."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fsdplite as fsdp
+from fsdplite.offload import resting
+from tests.harness import MLP, Vec, assert_rested, expect_loud, for_each, gather_grads, here, local_batch, mse, run, seeded
+from tests.memory.parts import Net, assert_same_bits, build, train, whole
+
+HOST = fsdp.Offload(params="cpu")
+
+
+def lever(stage: int, precision: str, loop: dict, kind: str = "AdamW") -> None:
+    found = []
+    for offload in (None, HOST):
+        model = build(Net, stage=stage, precision=precision, offload=offload)
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+        scaler = fsdp.LossScaler(init_scale=1024.0) if precision == "fp16" else None
+        seen = train(model, optimizer, range(3), scaler=scaler, **loop)
+        keys = ("exp_avg", "exp_avg_sq") if kind == "AdamW" else ()
+        found.append((seen, whole(model, optimizer, keys)))
+        assert_rested(model)
+    assert found[0][0] == found[1][0]
+    assert_same_bits(found[1][1], found[0][1])
+
+
+def matrix() -> list[tuple]:
+    loops = ({}, {"accumulate": 2, "clip": 0.5}, {"accumulate": 2, "no_sync": True})
+    rows = [
+        (stage, precision, loops[(stage + number) % 3])
+        for stage in (1, 2, 3)
+        for number, precision in enumerate(("fp32", "bf16", "fp16"))
+    ]
+    return [*rows, (3, "bf16", loops[1], "SGD")]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_bits_of_a_run_without(world_size: int) -> None:
+    run(world_size, for_each, matrix() if world_size < 3 else matrix()[6:], lever)
+
+
+def A4_body(stage: int, offload: Any) -> None:
+    model = seeded(Vec, 4, 1.0)
+    fsdp.fsdp_wrap(model, stage=stage, offload=offload)
+    for expected in (3.0, 6.0):
+        model(1.0).backward()
+        model(2.0).backward()
+        assert gather_grads(model)["w"].tolist() == [expected] * 4
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_A4_every_micro_batch_counts(world_size: int) -> None:
+    combinations = [(0, None)] + [(stage, offload) for stage in (1, 2, 3) for offload in (None, HOST)]
+    run(world_size, for_each, combinations, A4_body)
+
+
+def G7_norm() -> None:
+    """G1: two gradients whose norm over all ranks is 5."""
+    model = fsdp.fsdp_wrap(seeded(Vec, 2, 1.0), offload=HOST)
+    model(torch.tensor([3.0, 4.0], dtype=torch.float64)).backward()
+    assert model.clip_grad_norm_(1.0).item() == 5.0
+    for found, expected in zip(gather_grads(model)["w"].tolist(), (0.6, 0.8)):
+        assert abs(found - expected) < 1e-6
+
+
+def G7_body() -> None:
+    found: list[Any] = []
+    for offload in (None, HOST):
+        model = seeded(MLP)
+        fsdp.fsdp_wrap(model, offload=offload)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen: list[Tensor] = []
+        for step in range(3):
+            optimizer.zero_grad()
+            mse(model, local_batch(step, here.rank)).backward()
+            if step % 2:
+                seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+            else:
+                seen.append(model.clip_grad_norm_(0.1))
+            seen += gather_grads(model).values()
+            optimizer.step()
+        found.append([*seen, *whole(model).values()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_G7_clipping(world_size: int) -> None:
+    run(world_size, G7_norm)
+    run(world_size, G7_body)
+
+
+def X11_body(kind: str) -> None:
+    model = fsdp.fsdp_wrap(seeded(Vec, 2, 1.0), offload=HOST)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+    scaler = fsdp.LossScaler(init_scale=1024.0)
+    for c, weight in ((float("inf") if here.rank == 0 else 1.0, 1.0), (1.0, 0.9)):
+        optimizer.zero_grad()
+        scaler.scale(model(c)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 512.0
+        assert all(abs(w - weight) < 1e-6 for w in whole(model)["w"].tolist())
+    if kind == "Adam":
+        assert [s["step"].item() for s in optimizer.state.values()] == [1.0]
+
+
+def test_X11_the_loss_scaler_is_one_decision() -> None:
+    run(4, for_each, ["SGD", "Adam"], X11_body)
+
+
+def D8_body(delay: str) -> None:
+    lengths = {"none": lambda: 0.0, "fixed": lambda: 0.05, "random": lambda: random.uniform(0.0, 0.05)}
+    original = resting.copy
+
+    def late(into: Tensor, source: Tensor) -> None:
+        time.sleep(lengths[delay]())
+        original(into, source)
+
+    results = []
+    for offload in (None, HOST):
+        resting.copy = original if offload is None else late
+        try:
+            model = seeded(MLP)
+            fsdp.fsdp_wrap(model, offload=offload)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            for step in range(5):
+                optimizer.zero_grad()
+                mse(model, local_batch(step, here.rank)).backward()
+                optimizer.step()
+        finally:
+            resting.copy = original
+        results.append(whole(model, optimizer, ("exp_avg", "exp_avg_sq")))
+    assert_same_bits(results[1], results[0])
+
+
+def test_D8_late_copies_change_nothing() -> None:
+    run(2, for_each, ["fixed", "random"], D8_body)
+
+
+def copies_body() -> None:
+    model = build(Net, precision="bf16", offload=HOST)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with fsdp.trace(model) as trace:
+            train(model, optimizer, range(1))
+    kinds = [(event.kind, event.unit) for event in trace.events]
+    for unit in [f"layers.{i}" for i in range(5)]:
+        assert kinds.count(("from_host", unit)) == 2 and kinds.count(("to_host", unit)) == 1
+    assert kinds.count(("from_host", "")) == 1 and kinds.count(("to_host", "")) == 1
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+
+def test_one_copy_per_unit_and_direction() -> None:
+    run(2, copies_body)
+
+
+def test_options_are_checked() -> None:
+    expect_loud(lambda: fsdp.Offload(params="cuda"), "params", "cpu")
+    expect_loud(lambda: fsdp.Offload(optimizer="nvm"), "nvme")
+    expect_loud(lambda: fsdp.Offload(optimizer="nvme"), "path")
+    expect_loud(lambda: fsdp.Offload(params="cpu", path="/x"), "optimizer")
+    expect_loud(lambda: fsdp.fsdp_wrap(Net(), offload="cpu"), "Offload")
+    expect_loud(lambda: fsdp.fsdp_wrap(Net(), stage=0, offload=HOST), "stage 0")
