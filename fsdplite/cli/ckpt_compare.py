@@ -15,7 +15,7 @@ from ..checkpoint.reading import BUFFER_BYTES, Damage, RankFile, Request
 from ..checkpoint.storage import FileSystem
 from .ckpt_numbers import Distance
 from .ckpt_output import shape_text
-from .ckpt_values import readable, scalar_text
+from .ckpt_values import MARKS, readable, scalar_text
 
 __all__ = ["Difference", "Stored", "compare_structure", "compare_values", "shared_tensors"]
 
@@ -242,7 +242,7 @@ def _same(one: Any, two: Any) -> bool:
 
 def _trees(one: Any, two: Any, path: str) -> Iterator[Difference]:
     """Two JSON values, key by key."""
-    if isinstance(one, dict) and isinstance(two, dict) and not any(k.startswith("__") for k in [*one, *two]):
+    if isinstance(one, dict) and isinstance(two, dict) and not MARKS & {*one, *two}:
         for key in sorted(set(one) | set(two)):
             if key in one and key in two:
                 yield from _trees(one[key], two[key], f"{path}[{key!r}]")

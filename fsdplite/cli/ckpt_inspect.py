@@ -13,7 +13,7 @@ from ..checkpoint.manifest import Manifest, TensorRecord
 from ..errors import CheckpointError
 from .ckpt_output import SHOWN_ROWS, Outcome, add_all_option, escaped, shape_text, size_text, table, time_text
 from .ckpt_root import add_step_option, locate, reason
-from .ckpt_values import per_rank_value, readable, scalar_text
+from .ckpt_values import MARKS, per_rank_value, readable, scalar_text
 
 __all__ = ["add_parser", "run"]
 
@@ -101,7 +101,7 @@ def _text(look: _Look, args: argparse.Namespace) -> str:
     text = (
         f"step {manifest.step} in {escaped(look.folder)}\n"
         f"saved {time_text(manifest.created)} by {manifest.world_size} rank(s), mesh {replicas} x {shards}, run "
-        f"{escaped(manifest.run_id, 40)}; {len(manifest.tensors)} tensors, {size_text(manifest.total_bytes)}\n"
+        f"{escaped(manifest.run_id, 40)}\n{len(manifest.tensors)} tensors, {size_text(manifest.total_bytes)}\n"
     )
     files = [[str(i), f.name, size_text(f.size_bytes)] for i, f in enumerate(manifest.files)]
     text += "\n" + table([">file", "name", ">size"], files, every, "files")
@@ -112,8 +112,8 @@ def _text(look: _Look, args: argparse.Namespace) -> str:
     if manifest.extra is not None:
         text += "\nextra\n" + _extra(manifest, every)
     if look.per_rank:
-        rows = [[name.removeprefix(_PER_RANK), size_text(manifest.tensors[name].size_bytes), _own(value)]
-                for name, value in look.per_rank.items()]  # fmt: skip
+        rows = [[name.removeprefix(_PER_RANK), size_text(manifest.tensors[name].size_bytes),
+                 _cut(_own(value), every)] for name, value in look.per_rank.items()]  # fmt: skip
         text += "\n" + table([">rank", ">size", "its own value"], rows)
         text += f"and those of {look.hidden} more ranks; --all shows them\n" if look.hidden else ""
     if manifest.aliases:
@@ -173,10 +173,10 @@ def _extra(manifest: Manifest, every: bool) -> str:
     tensors = {short: _description(manifest.tensors[name].dtype, manifest.tensors[name].shape, name)
                for short, name in names.items()}  # fmt: skip
     extra = manifest.extra
-    if isinstance(extra, dict) and not any(key.startswith("__") for key in extra):
+    if isinstance(extra, dict) and not MARKS & set(extra):
         rows = [[key, _cut(readable(value, tensors), every)] for key, value in extra.items()]
         return table(["key", "value"], rows, every, "keys")
-    return escaped(_cut(readable(extra, tensors), every)) + "\n"
+    return table(["value"], [[_cut(readable(extra, tensors), every)]])
 
 
 def _description(dtype: str, shape: Any, name: str) -> str:

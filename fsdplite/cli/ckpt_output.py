@@ -100,8 +100,9 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], every: bool = 
         laid_out.add_column(
             Text(heading.lstrip(">=")), justify="right" if right else "left", no_wrap=fixed, overflow="fold"
         )
+    longest = sys.maxsize if every else 400
     for row in rows if every else rows[:SHOWN_ROWS]:
-        laid_out.add_row(*(Text("\n".join(map(escaped, cell.split("\n")))) for cell in row))
+        laid_out.add_row(*(Text("\n".join(escaped(line, longest) for line in cell.split("\n"))) for cell in row))
     width = shutil.get_terminal_size((80, 24)).columns
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
     console.print(laid_out)
