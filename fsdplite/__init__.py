@@ -78,12 +78,9 @@ __all__ = sorted(_HOMES) + ["__version__"]
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
-        import difflib
+        from .errors import did_you_mean
 
-        near = difflib.get_close_matches(name, _HOMES, n=1)
-        raise AttributeError(
-            f"module 'fsdplite' has no attribute {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-        )
+        raise AttributeError(f"module 'fsdplite' has no attribute {name!r}" + did_you_mean(name, _HOMES))
     value = getattr(importlib.import_module(f".{home}", __name__), name)
     globals()[name] = value
     return value

@@ -7,9 +7,12 @@ catches ``ValueError`` for bad configuration keeps working.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
+    "did_you_mean",
+    "unit_label",
     "FSDPError",
     "ConfigError",
     "UnknownOptionError",
@@ -144,3 +147,11 @@ class CheckpointError(FSDPError):
 def unit_label(name: str) -> str:
     """How a unit is called in messages: its dotted name, or ``(root)``."""
     return f"'{name}'" if name else "(root)"
+
+
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """What to append to an unknown name: the nearest of the known ones, or nothing if none is near."""
+    import difflib  # only once something is wrong
+
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

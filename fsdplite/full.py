@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .collectives import all_gather, broadcast
-from .errors import ConfigError, FSDPError
+from .errors import ConfigError, FSDPError, did_you_mean
 from .flat_param import FlatParameter, owner_of
 from .fsdp_unit import state_of
 from .parameter import ShardedParameter, engine_access, info_of, read_grad
@@ -152,12 +152,7 @@ def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if name not in parameters:
-        import difflib
-
-        near = difflib.get_close_matches(name, parameters, n=1)
-        raise ConfigError(
-            "there is no such parameter", found=f"'{name}'" + (f" (did you mean '{near[0]}'?)" if near else "")
-        )
+        raise ConfigError("there is no such parameter", found=f"'{name}'" + did_you_mean(name, parameters))
     parameter = parameters[name]
     info = info_of(parameter)
     if info is None:

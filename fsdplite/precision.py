@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import ConfigError
+from .errors import ConfigError, did_you_mean
 
 __all__ = ["Precision", "as_precision"]
 
@@ -115,8 +114,7 @@ def as_precision(value: Any) -> Precision:
     if isinstance(value, str) and value in _WORDS:
         return _WORDS[value]
     words = ", ".join(f'"{word}"' for word in _WORDS)
-    near = difflib.get_close_matches(str(value), _WORDS, n=1)
-    found = f"{value!r}" + (f" (did you mean {near[0]!r}?)" if near else "")
+    found = f"{value!r}" + did_you_mean(value, _WORDS)
     raise ConfigError("unknown precision", expected=f"{words}, a Precision, or None", found=found)
 
 

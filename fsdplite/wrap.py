@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 import inspect
@@ -18,7 +17,7 @@ from . import optimizer_hooks
 from .collectives import broadcast
 from .control import FLAGS, WRAP, exchange, exchange_texts
 from .dynamo import hide_from_dynamo
-from .errors import ConfigError, PolicyError, RankMismatchError, UnknownOptionError, WrapError
+from .errors import ConfigError, PolicyError, RankMismatchError, UnknownOptionError, WrapError, did_you_mean
 from .flat_param import FlatParameter
 from .flat_spec import FlatSpec, group_parameters
 from .fsdp_unit import become_unit, state_of
@@ -309,11 +308,8 @@ class _Wrapping:
 
 def _refuse_unknown(name: str) -> None:
     options = [p.name for p in inspect.signature(fsdp_wrap).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    near = difflib.get_close_matches(name, options, n=1)
     raise UnknownOptionError(
-        "fsdp_wrap has no such option",
-        expected=", ".join(options),
-        found=f"{name!r}" + (f" (did you mean {near[0]!r}?)" if near else ""),
+        "fsdp_wrap has no such option", expected=", ".join(options), found=f"{name!r}" + did_you_mean(name, options)
     )
 
 
@@ -359,11 +355,10 @@ def _check_methods(module: nn.Module, methods: Any) -> tuple[str, ...]:
             present = sorted(
                 {n for m in module.modules() for n in vars(type(m)) if not n.startswith("_") and callable(getattr(m, n))}
             )
-            near = difflib.get_close_matches(name, present, n=1)
             raise PolicyError(
                 f"forward_methods names '{name}', which no module here has",
                 expected=", ".join(present[:20]),
-                found=f"'{name}'" + (f" (did you mean '{near[0]}'?)" if near else ""),
+                found=f"'{name}'" + did_you_mean(name, present),
             )
     return methods
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, did_you_mean
 
 __all__ = ["Offload", "as_offload"]
 
@@ -67,11 +66,10 @@ class Offload:
 def _check_word(name: str, value: Any, known: tuple[str, ...]) -> None:
     if value is None or value in known:
         return
-    near = difflib.get_close_matches(str(value), known, n=1)
     raise ConfigError(
         f"Offload({name}=...) does not know this place",
         expected="None, " + ", ".join(repr(word) for word in known),
-        found=repr(value) + (f" (did you mean {near[0]!r}?)" if near else ""),
+        found=repr(value) + did_you_mean(value, known),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..errors import ConfigError, UnknownOptionError
+from ..errors import ConfigError, UnknownOptionError, did_you_mean
 from ..policy import as_policy
 from ..precision import Precision, as_precision
 from ..recompute.matching import recompute_matching
@@ -112,11 +111,10 @@ def ask(model: Any, world_size: int | None, options: dict[str, Any]) -> Question
     """
     for name in options:
         if name not in _DEFAULTS:
-            near = difflib.get_close_matches(name, _DEFAULTS, n=1)
             raise UnknownOptionError(
                 "a plan has no such option",
                 expected=", ".join(_DEFAULTS),
-                found=f"{name!r}" + (f" (did you mean {near[0]!r}?)" if near else ""),
+                found=f"{name!r}" + did_you_mean(name, _DEFAULTS),
             )
     chosen = {**_DEFAULTS, **options}
     if chosen["offload"] is not None:
