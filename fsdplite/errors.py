@@ -24,6 +24,7 @@ __all__ = [
     "RankMismatchError",
     "CollectiveError",
     "CheckpointError",
+    "DoesNotFitError",
 ]
 
 
@@ -142,6 +143,19 @@ class CheckpointError(FSDPError):
             parts.append(f"errno {errno} ({os.strerror(errno)})")
         if parts:
             self.args = (f"{self.args[0]}\n  at: {', '.join(parts)}",)
+
+
+class DoesNotFitError(FSDPError):
+    """A planned step needs more memory than there is.
+
+    Attributes:
+        remedies: Changes that would make it fit, cheapest first; each has ``text``, ``peak_bytes``, ``saved_bytes``
+            and ``price``.
+    """
+
+    def __init__(self, problem: str, *, remedies: tuple[Any, ...] = (), **details: Any) -> None:
+        super().__init__(problem, **details)
+        self.remedies = remedies
 
 
 def unit_label(name: str) -> str:

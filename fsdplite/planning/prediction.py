@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from .blueprint import Blueprint, PlannedUnit
 from .fake_step import GRADIENT, IGNORED, FakeStep
+from .fits import check_fits
+from .measurement import Comparison, compare
 from .memory import PHASES, Peak
 from .optimizer_cost import OptimizerCost, measure_optimizer, resolve_optimizer
 from .question import Question, ask
@@ -95,6 +100,32 @@ class Plan:
     def but(self, **changes: Any) -> Plan:
         """The plan for the same model with options changed; a fake step is run again only if it has to be."""
         return answer(self.question.but(**changes))
+
+    def fits(self, budget: int | str) -> bool:
+        """True if the step stays within a budget per rank: bytes, or text such as ``"80GiB"``.
+
+        Raises:
+            DoesNotFitError: It does not. The message, and ``.remedies``, hold the cheapest changes that would fit, with
+                what each saves and costs.
+        """
+        return check_fits(self, budget)
+
+    def compare(self, model: nn.Module, step: Callable[[], Any] | None = None, *, warm_up: int = 3) -> Comparison:
+        """Put what a wrapped model holds and sends beside the prediction.
+
+        Args:
+            model: Wrapped as planned.
+            step: One whole training step: forward, backward, ``optimizer.step()``, ``zero_grad()``. None: only what can be
+                read off the model is compared.
+            warm_up: Steps before the one that is measured.
+
+        Returns:
+            A :class:`Comparison`; ``print`` shows it. On CPU the peak is that of the storages that operators touch, on
+            CUDA that of the allocator.
+
+        Collective: whatever ``step`` does; all ranks must call it alike.
+        """
+        return compare(self, model, step, warm_up)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
