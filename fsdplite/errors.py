@@ -25,6 +25,7 @@ __all__ = [
     "CollectiveError",
     "CheckpointError",
     "DoesNotFitError",
+    "OffloadError",
 ]
 
 
@@ -156,6 +157,25 @@ class DoesNotFitError(FSDPError):
     def __init__(self, problem: str, *, remedies: tuple[Any, ...] = (), **details: Any) -> None:
         super().__init__(problem, **details)
         self.remedies = remedies
+
+
+class OffloadError(FSDPError):
+    """Optimizer state could not be kept in, or read from, its files.
+
+    Attributes:
+        path: The file or directory.
+        errno: Of the operating system's error, if there was one.
+    """
+
+    def __init__(self, problem: str, *, path: str | None = None, errno: int | None = None, **details: Any) -> None:
+        super().__init__(problem, **details)
+        self.path = path
+        self.errno = errno
+        parts = [] if path is None else [f"path {path}"]
+        if errno is not None:
+            parts.append(f"errno {errno} ({os.strerror(errno)})")
+        if parts:
+            self.args = (f"{self.args[0]}\n  at: {', '.join(parts)}",)
 
 
 def unit_label(name: str) -> str:
