@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from . import events
 from .control import ORDER, USE, exchange, exchange_texts
 from .errors import RankMismatchError, unit_label
-from .order import KINDS, Order
+from .order import KINDS, OUTSIDE, Order
 from .watchdog import Waiting
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class Agreement:
             self._report(unit.groups, waiting)
 
     def agree_on_extra(self, what: str, unit: UnitState) -> None:
-        """The same for a collective outside forward and backward."""
-        self.agree(len(KINDS) * (1 << 32) + unit.index * 64 + len(what) % 64, unit, what)
+        """The same for a collective outside forward and backward: one of ``OUTSIDE``."""
+        self.agree((len(KINDS) << 32) + unit.index * len(OUTSIDE) + OUTSIDE.index(what), unit, what)
 
     def compare(self, used: bytearray) -> bytearray:
         """At the end of a synchronised backward: was the order the same everywhere since the last comparison?

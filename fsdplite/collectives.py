@@ -6,6 +6,7 @@ the unit, the phase, the step and the missing ranks if the collective fails or d
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -31,13 +32,12 @@ _CARRIED = {
 class Pending:
     """A collective under way."""
 
-    __slots__ = ("_groups", "_waiting", "_work", "failed")
+    __slots__ = ("_groups", "_waiting", "_work")
 
     def __init__(self, work: Any, groups: Groups, group: Any, waiting: Waiting, on_device: bool) -> None:
         self._work = work
         self._groups = groups
         self._waiting = waiting
-        self.failed = False
         if on_device:
             watch(work, groups, group, waiting)
 
@@ -49,28 +49,25 @@ class Pending:
         try:
             work.wait()
         except RuntimeError as failure:
-            self.failed = True
             raise diagnose(self._groups, self._waiting, failure) from failure
-
 
     def drain(self) -> None:
         """Wait without a report, for clean-up after an error: the memory may be freed afterwards."""
         work, self._work = self._work, None
         if work is not None:
-            try:
+            with contextlib.suppress(RuntimeError):
                 work.wait()
-            except RuntimeError:
-                self.failed = True
 
 
-def _start(groups: Groups, group: Any, waiting: Waiting, tensor: torch.Tensor, call: Any) -> Pending:
+def _start(name: str, *tensors: Any, group: Any, groups: Groups, waiting: Waiting, **options: Any) -> Pending:
+    """Call ``torch.distributed``'s function of this name. The last of ``tensors`` is one, and on their device."""
     try:
-        work = call()
+        work = getattr(dist, name)(*tensors, group=group, async_op=True, **options)
     except RuntimeError as failure:
         if isinstance(failure, CollectiveError):
             raise
         raise diagnose(groups, waiting, failure) from failure
-    return Pending(work, groups, group, waiting, tensor.is_cuda)
+    return Pending(work, groups, group, waiting, on_device=tensors[-1].is_cuda)
 
 
 def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
@@ -81,25 +78,13 @@ def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
 def all_gather(full: torch.Tensor, shard: torch.Tensor, groups: Groups, waiting: Waiting) -> Pending:
     """Gather equal shards into ``full``. ``shard`` may be this rank's own slot of ``full`` (in place)."""
     full, shard = _as_carried(full), _as_carried(shard)
-    return _start(
-        groups,
-        groups.shard,
-        waiting,
-        full,
-        lambda: getattr(dist, _ALL_GATHER)(full, shard, group=groups.shard, async_op=True),
-    )
+    return _start(_ALL_GATHER, full, shard, group=groups.shard, groups=groups, waiting=waiting)
 
 
 def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, groups: Groups, waiting: Waiting) -> Pending:
     """Sum ``full`` over the shard group; this rank's slot of the sum goes to ``shard``."""
     return _start(
-        groups,
-        groups.shard,
-        waiting,
-        full,
-        lambda: getattr(dist, _REDUCE_SCATTER)(
-            shard, full, op=dist.ReduceOp.SUM, group=groups.shard, async_op=True
-        ),
+        _REDUCE_SCATTER, shard, full, op=dist.ReduceOp.SUM, group=groups.shard, groups=groups, waiting=waiting
     )
 
 
@@ -107,33 +92,19 @@ def all_reduce(
     tensor: torch.Tensor, group: Any, groups: Groups, waiting: Waiting, op: Any = dist.ReduceOp.SUM
 ) -> Pending:
     """Reduce ``tensor`` over ``group`` (one of ``groups``' own), in place."""
-    return _start(groups, group, waiting, tensor, lambda: dist.all_reduce(tensor, op=op, group=group, async_op=True))
+    return _start("all_reduce", tensor, op=op, group=group, groups=groups, waiting=waiting)
 
 
 def broadcast(tensor: torch.Tensor, groups: Groups, waiting: Waiting) -> None:
     """Overwrite ``tensor`` with that of the mesh's first rank."""
-    if groups.whole is None:
-        return
-    if tensor.numel() == 0:
+    if groups.whole is None or tensor.numel() == 0:
         return
     tensor = _as_carried(tensor)
-    _start(
-        groups,
-        groups.whole,
-        waiting,
-        tensor,
-        lambda: dist.broadcast(tensor, src=groups.ranks[0], group=groups.whole, async_op=True),
-    ).wait()
+    _start("broadcast", tensor, src=groups.ranks[0], group=groups.whole, groups=groups, waiting=waiting).wait()
 
 
 def control_all_gather(row: torch.Tensor, groups: Groups, waiting: Waiting) -> list[torch.Tensor]:
     """Every rank's row of bytes over the control group, in rank order of the mesh. Blocks the host."""
     rows = [torch.empty_like(row) for _ in groups.ranks]
-    _start(
-        groups,
-        groups.control,
-        waiting,
-        row,
-        lambda: dist.all_gather(rows, row, group=groups.control, async_op=True),
-    ).wait()
+    _start("all_gather", rows, row, group=groups.control, groups=groups, waiting=waiting).wait()
     return rows

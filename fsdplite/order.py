@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterator
 
-__all__ = ["BACKWARD", "FORWARD", "KINDS", "REDUCE", "RESIDENT", "Order", "Pass"]
+__all__ = ["BACKWARD", "FORWARD", "KINDS", "OUTSIDE", "REDUCE", "RESIDENT", "Order", "Pass"]
 
 # A use with parameters that are there already (RESIDENT) sends nothing, and must do so on all ranks alike.
 FORWARD, BACKWARD, REDUCE, RESIDENT = range(4)
 KINDS = ("all-gather in forward", "all-gather in backward", "reduce-scatter", "use of resident parameters")
+# Collectives outside forward and backward, which ranks agree upon each time.
+OUTSIDE = ("full_params", "full_grad", "full_state_dict", "gradient norm", "regrouping of unfrozen parameters")
 
 _MASK = (1 << 63) - 1
 
