@@ -55,6 +55,8 @@ def _run(args: argparse.Namespace) -> int:
         text = "there is not enough memory for what the files say they hold"
     except RecursionError:
         text = "values in the checkpoint are nested too deeply to be shown"
+    except KeyboardInterrupt:
+        return _complain("interrupted", 130)  # as a shell says it
     code = _complain(text, 1)
     return _print(json_text({"error": text}), code) if args.json else code
 

@@ -79,7 +79,8 @@ def _text(document: dict[str, Any], found: list[Difference], every: bool) -> str
         side = document[letter]
         text += f"{letter.upper()}: {escaped(side['path'])}, step {side['step']}, {side['world_size']} rank(s)\n"
     if found:
-        text += "\n" + table(["name", "difference"], [[d.name, d.what] for d in found], every, "differences") + "\n"
+        ordered = sorted(found, key=lambda d: (d.kind == "values", -(d.details.get("largest_difference") or 0.0)))
+        text += "\n" + table(["name", "difference"], [[d.name, d.what] for d in ordered], every, "differences") + "\n"
     equal, compared = document["tensors_equal"], document["tensors_compared"]
     text += f"{equal} of {compared} tensors in both are equal, bit for bit; "
     return text + (f"{len(found)} difference(s)\n" if found else "nothing else differs\n")

@@ -121,8 +121,6 @@ def _of_a_save(name: str) -> bool:
 def _plan_leftover(fs: FileSystem, entry: Entry, idle_minutes: int) -> _Plan:
     try:
         why = _untouchable(fs, entry.path, None)
-        if why is None and entry.why is not None and entry.why.startswith("an old version of the step;"):
-            why = "the only version of a step, though it is not whole"
         if why is None:
             minutes = (time.time() - _newest_change_s(fs, entry.path)) / 60
             if minutes < idle_minutes:

@@ -110,7 +110,7 @@ def survey(fs: FileSystem, root: str, names: list[str]) -> list[Entry]:
                 published.add(step)
                 steps.append(_entry(name, path, step, load_manifest(fs, path), why))
             else:
-                others.append(Entry(name, path, "leftover", step, f"an old version of the step; {found.why}"))
+                others.append(Entry(name, path, "incomplete", step, f"set aside, the only one of its step; {found.why}"))
             continue
         others.append(Entry(name, path, "leftover", step, _LEFT[purpose]))
     return sorted(steps, key=lambda entry: (entry.step, entry.name)) + others

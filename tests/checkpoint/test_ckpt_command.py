@@ -61,6 +61,11 @@ def test_a_version_set_aside_counts(tmp_path: Path, ckpt: Ckpt) -> None:
     assert ckpt("prune", root, "--keep", 1, "--leftovers", "--yes", "--json")["entries"][0]["action"] == "keep"
     shutil.copytree(save_plain(tmp_path / "other", 3, w=torch.ones(3)), root / "step-3")
     assert [e["state"] for e in ckpt("ls", root, "--json")["entries"]] == ["published", "leftover"]
+    shutil.rmtree(root / "step-3")
+    (root / ".step-3.0123456789abcdef.replaced" / "rank-0-of-1.safetensors").unlink()
+    (entry,) = ckpt("ls", root, "--json", code=1)["entries"]
+    assert entry["state"] == "incomplete" and "the only one of its step" in entry["why"]
+    assert ckpt("prune", root, "--keep", 1, "--leftovers", "--yes", "--json")["entries"] == []
 
 
 @pytest.mark.parametrize(
@@ -238,6 +243,8 @@ def test_largest_difference_of_every_dtype(tmp_path: Path, ckpt: Ckpt) -> None:
     assert (details["zero"]["differing"], details["zero"]["largest_difference"]) == (1, 0.0)
     assert "1999999" in ckpt("diff", a, b, "--bits", "--json", code=1)["differences"][-3]["what"]
     assert ckpt("diff", a, a, "--json")["equal"]
+    rows = [line.split()[0] for line in ckpt("diff", a, b, code=1).splitlines() if " differ, first" in line]
+    assert rows == sorted(rows, key=lambda name: -(details[name]["largest_difference"] or 0))
 
 
 def test_structure_settings_and_extra(tmp_path: Path, ckpt: Ckpt) -> None:
