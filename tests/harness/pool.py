@@ -62,10 +62,14 @@ class Pool:
     def call(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, timeout_s: float, absent: Collection[int]
     ) -> list[Any]:
+        self.send(fn, args, kwargs)
+        return self.collect(timeout_s, absent, getattr(fn, "__qualname__", repr(fn)))
+
+    def send(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> None:
+        """Start a call without waiting for its answers, which `collect` does."""
         message = pickle.dumps((fn, args, kwargs))
         for connection in self.connections:
             connection.send_bytes(message)
-        return self.collect(timeout_s, absent, getattr(fn, "__qualname__", repr(fn)))
 
     def collect(self, timeout_s: float, absent: Collection[int], what: str) -> list[Any]:
         """Wait for every rank's answer, and for no longer than needed once one has failed."""
@@ -188,6 +192,32 @@ def run(
     finally:
         if not healthy:
             _pools.pop(key, None) if not fresh else None
+            pool.close()
+
+
+def run_together(
+    world_size: int, fn: Callable[..., Any], calls: list[tuple[tuple, Collection[int]]], *, timeout_s: float = 60.0
+) -> list[list[Any]]:
+    """Several calls at the same time, each on fresh ranks of its own: for calls that spend their time waiting.
+
+    Args:
+        world_size: Number of ranks of each call.
+        fn: A module-level function.
+        calls: Of each call its arguments and the ranks that are absent in it.
+        timeout_s: For each call, from when the one before it has answered.
+
+    Returns:
+        For each call the results in rank order.
+    """
+    pools: list[Pool] = []
+    try:
+        for _ in calls:
+            pools.append(Pool(world_size, pg_timeout_s=PG_TIMEOUT_S, group=True))
+        for pool, (args, _) in zip(pools, calls):
+            pool.send(fn, args, {})
+        return [pool.collect(timeout_s, absent, fn.__qualname__) for pool, (_, absent) in zip(pools, calls)]
+    finally:
+        for pool in pools:
             pool.close()
 
 
