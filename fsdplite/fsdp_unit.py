@@ -18,7 +18,7 @@ from torch import nn
 
 from .errors import ConfigError, FSDPError, WrapError
 from .norm import clip_grad_norm
-from .parameter import LocalSlice, ShardedParameter, engine_access, info_of
+from .parameter import ShardedParameter, info_of
 from .unit import UnitState
 
 __all__ = ["FSDPUnit", "become_unit", "state_of"]
@@ -102,16 +102,6 @@ class FSDPUnit:
 
     # ------------------------------------------------------------------ state, moves and copies
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Full tensors among the values are replaced by this rank's slices before anything is copied."""
-        unit = state_of(self)
-        if unit is not None:
-            for name, parameter in self.named_parameters(remove_duplicate=False):
-                value = state_dict.get(prefix + name)
-                if type(parameter) is ShardedParameter and isinstance(value, torch.Tensor):
-                    state_dict[prefix + name] = _local_part(value, parameter)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Takes what ``state_dict()`` gave, and full tensors. Values are copied; ``assign=True`` is refused."""
         if assign and state_of(self) is not None:
@@ -186,15 +176,6 @@ def _own_state(module: Any) -> UnitState:
 def _units_below(module: Any) -> list[UnitState]:
     _own_state(module)
     return [unit for m in module.modules() if (unit := state_of(m)) is not None]
-
-
-def _local_part(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    info = info_of(parameter)
-    with engine_access():
-        if isinstance(value, LocalSlice) or value.shape != info.full_shape:
-            return value.as_subclass(torch.Tensor) if isinstance(value, LocalSlice) else value
-        low, high = info.flat.layout.local_range(info.index, info.flat.groups.shard_rank)
-        return value.detach().reshape(-1)[low:high].to(parameter.device)
 
 
 _classes: dict[tuple[type, tuple[str, ...]], type] = {}

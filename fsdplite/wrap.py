@@ -39,6 +39,7 @@ from .schedule import Schedule
 from .stage import Stage, stage_of
 from .unit import UnitState
 from .watchdog import Waiting
+from .whole_values import accept_whole_values
 
 __all__ = ["fsdp_wrap"]
 
@@ -214,6 +215,8 @@ class _Wrapping:
 
     def _state(self, spec: UnitSpec, flats: list[FlatParameter]) -> UnitState:
         modules = {id(holder): holder for param in spec.params for holder, _ in param.locations}
+        for holder in modules.values():
+            accept_whole_values(holder)
         modules[id(spec.module)] = spec.module
         return UnitState(
             spec.module,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -123,6 +124,55 @@ def test_load_state_dict_takes_own_values_and_full_tensors(world_size: int) -> N
     combinations = [(stage, policy) for stage in stages(world_size) for policy in policies]
     run(world_size, for_each, combinations, own_values)
     run(world_size, for_each, combinations, full_values)
+
+
+class Renamed(nn.Linear):
+    """Reads files that call its weight by an old name, as modules that were renamed once do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._register_load_state_dict_pre_hook(self._rename)
+
+    @staticmethod
+    def _rename(state_dict: dict, prefix: str, *_: Any) -> None:
+        if prefix + "kernel" in state_dict:
+            state_dict[prefix + "weight"] = state_dict.pop(prefix + "kernel")
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 5), nn.Sequential(Renamed(5, 2), nn.LayerNorm(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def values_of_a_part(stage: int, policy: Any) -> None:
+    """A whole state dict may enter at a module that is no unit, and under names that a load hook translates."""
+    model, other = seeded(Nested), seeded(Nested, seed=5)
+    fsdp.fsdp_wrap(model, policy, stage=stage)
+    twin = copy.deepcopy(model)
+    model.body[1].load_state_dict(other.body[1].state_dict())
+    model.body[0].load_state_dict({"weight": other.body[0].weight, "bias": other.body[0].bias})
+    assert_parity(model, other, grads=False)
+    old = {key.replace("1.0.weight", "1.0.kernel"): value for key, value in other.state_dict().items()}
+    assert "body.1.0.kernel" in old
+    result = twin.load_state_dict(old)
+    assert not result.missing_keys and not result.unexpected_keys
+    assert_parity(twin, other, grads=False)
+    with pytest.raises(RuntimeError, match="size mismatch for bias"):
+        model.body[0].load_state_dict({"weight": other.body[0].weight, "bias": torch.zeros(6)})
+    x = torch.arange(3.0)
+    with torch.no_grad():
+        assert_close(model(x), other(x))
+        assert_close(twin(x), other(x))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_load_state_dict_of_a_part_and_under_old_names(world_size: int) -> None:
+    policies = (None, fsdp.by_class(nn.LayerNorm))
+    run(world_size, for_each, [(s, policy) for s in stages(world_size) for policy in policies], values_of_a_part)
 
 
 def files_of_slices(stage: int) -> None:
