@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .groups import init_distributed as init_distributed
     from .inspect import trace as trace
     from .planning.prediction import plan as plan
+    from .offload.optimizer import offloaded as offloaded
     from .offload.options import Offload as Offload
     from .policy import by_class as by_class
     from .policy import by_name as by_name
@@ -64,6 +65,7 @@ _HOMES = {
     "load_checkpoint": "checkpoint.load",
     "load_safetensors": "checkpoint.load_files",
     "mark_updated": "update",
+    "offloaded": "offload.optimizer",
     "plan": "planning.prediction",
     "recompute_within": "recompute.budget",
     "save_checkpoint": "checkpoint.save",

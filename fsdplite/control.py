@@ -17,10 +17,10 @@ from .collectives import all_reduce, control_all_gather
 from .groups import Groups
 from .watchdog import Waiting
 
-__all__ = ["FLAGS", "ORDER", "OVERFLOW", "USE", "WRAP", "exchange", "exchange_texts"]
+__all__ = ["FLAGS", "ORDER", "OVERFLOW", "STATE", "USE", "WRAP", "exchange", "exchange_texts"]
 
 # What a message is for; part of what is compared.
-USE, ORDER, WRAP, FLAGS, OVERFLOW = range(1, 6)
+USE, ORDER, WRAP, FLAGS, OVERFLOW, STATE = range(1, 7)
 
 _MESSAGE_BYTES = 1024
 _VALUE_BYTES = 7

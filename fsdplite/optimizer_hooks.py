@@ -20,12 +20,13 @@ from .flat_param import owner_of
 from .gradient import PendingGrad, ShardedGrad, pending_error
 from .parameter import RestingLeaf, ShardedParameter, engine_access, info_of, read_grad
 
-__all__ = ["WHOLE_TENSOR_OPTIMIZERS", "flip_again", "install", "restore"]
+__all__ = ["WHOLE_TENSOR_OPTIMIZERS", "exempt", "flip_again", "install", "restore"]
 
 # They read a parameter's rows, columns or all of it at once; a slice would give other numbers in silence.
 WHOLE_TENSOR_OPTIMIZERS = {"Adafactor", "Muon", "LBFGS", "Shampoo", "DistributedShampoo", "SOAP", "KFAC", "LARS", "LAMB", "Lamb", "Lars"}  # fmt: skip
 
 _checked: weakref.WeakSet = weakref.WeakSet()
+_exempt: weakref.WeakSet = weakref.WeakSet()
 _stepping: list[Any] = []
 _flipped: list[torch.Tensor] = []
 
@@ -36,11 +37,18 @@ def install() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
+def exempt(optimizer: Any) -> None:
+    """An optimizer of the engine's own, which is given pieces of shards: nothing about it has to be checked."""
+    _exempt.add(optimizer)
+
+
 def _sharded(optimizer: Any) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if type(p) is ShardedParameter]
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if optimizer in _exempt:
+        return
     _forget_dead_steps()
     if optimizer not in _checked:
         _refuse_full_tensors(optimizer)

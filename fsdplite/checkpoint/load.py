@@ -144,6 +144,8 @@ class _Load:
             differences.unexpected.update(load.unexpected(stored))
             targets += load.targets
         differences.refuse(strict, self._path)
+        if load is not None:
+            load.begin()
         extra_tensors = self._extra_targets(targets)
         own = self._own_values(targets)
         reading.fill(manifest, targets, state, [t for t in state.tensors if t.name in stored], write_backs)

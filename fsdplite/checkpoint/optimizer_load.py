@@ -105,8 +105,12 @@ class OptimizerLoad:
                 parameter_dtype = member.tensor.dtype
             dtype = self._dtype_of(before.get(key), record.dtype, stored, parameter_dtype)
             check_dtype(source, record.dtype, dtype_name(dtype, source), allow_cast, differences)
-            with torch.inference_mode(False):
-                values = torch.zeros(shape, dtype=dtype, device=device)
+            # An offloaded optimizer has the memory, or the file, already.
+            to_fill = getattr(self._optimizer, "state_to_fill", None)
+            values = to_fill(member.tensor, key, dtype) if to_fill is not None else None
+            if values is None:
+                with torch.inference_mode(False):
+                    values = torch.zeros(shape, dtype=dtype, device=device)
             state[key] = values
             self.targets.append(Target(source, low, high, values.view(-1)))
         for key, entry in self._section["scalars"].get(stored, {}).items():
@@ -125,6 +129,11 @@ class OptimizerLoad:
             return wanted
         return torch_dtype(stored)
 
+    def begin(self) -> None:
+        """Nothing is refused any more: values come now."""
+        if hasattr(self._optimizer, "state_is_being_filled"):
+            self._optimizer.state_is_being_filled()
+
     def install(self) -> None:
         """Give the optimizer what was read. Groups keep their order and members."""
         for group, settings in self._settings:
@@ -138,6 +147,8 @@ class OptimizerLoad:
                 self._optimizer.state[member.tensor] = state
             else:
                 self._optimizer.state.pop(member.tensor, None)
+        if hasattr(self._optimizer, "state_is_filled"):
+            self._optimizer.state_is_filled()
 
     def unexpected(self, stored_names: dict[str, str]) -> dict[str, str]:
         """Saved states of parameters that the model does not have: their parameters are listed already."""

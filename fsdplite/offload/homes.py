@@ -1,0 +1,160 @@
+"""The optimizer state of one flat parameter: its store, its chunks, and what each parameter has of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import OffloadError
+from ..flat_param import FlatParameter
+from ..parameter import engine_access, read_grad
+from .options import Offload
+from .pieces import Chunk, Piece, chunk_numel_within, cut
+from .stores import DiskStore, HostStore, Store
+from .update import Entry, Updater
+
+__all__ = ["Home"]
+
+
+class Home:
+    """See the module docstring.
+
+    Args:
+        flat: A flat parameter that trains.
+        dtypes: Of the regions.
+        offload: Where the store is.
+    """
+
+    def __init__(self, flat: FlatParameter, dtypes: dict[str, torch.dtype], offload: Offload) -> None:
+        self.flat = flat
+        rank = flat.groups.rank
+        if offload.optimizer == "nvme" and dtypes and flat.shard_numel:
+            contents = f"unit {flat.unit_name or '(root)'}: {', '.join(dtypes)}"
+            self.store: Store = DiskStore(flat.shard_numel, dtypes, str(offload.path), rank, contents)
+        else:
+            self.store = HostStore(flat.shard_numel, dtypes, offload.pin and flat.device.type == "cuda")
+        itemsize = max((dtype.itemsize for dtype in dtypes.values()), default=1)
+        self.chunk_numel = chunk_numel_within(offload.buffer_bytes, itemsize)
+        self.chunks = cut(flat.layout, flat.groups.shard_rank, self.chunk_numel)
+        self._pieces: dict[int, list[Piece]] = {}
+        for chunk in self.chunks:
+            for piece in chunk.pieces:
+                self._pieces.setdefault(piece.index, []).append(piece)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What a chunk takes in its widest region."""
+        return self.chunk_numel * max((dtype.itemsize for dtype in self.store.dtypes.values()), default=1)
+
+    def holds(self, index: int) -> bool:
+        """Whether this rank has elements of the parameter."""
+        return index in self._pieces
+
+    # ------------------------------------------------------------------ updates
+
+    def entries(
+        self, chunk: Chunk, group_of: Callable[[torch.Tensor], int | None], part: Callable[[str, int, int], torch.Tensor]
+    ) -> list[tuple[Piece, Entry]]:
+        """What is updated in a chunk: pieces of parameters that are in a group and have a gradient.
+
+        Args:
+            chunk: One of :attr:`chunks`.
+            group_of: The number of a user's parameter's group.
+            part: Elements ``[start, stop)`` of a region, at this moment.
+        """
+        found = []
+        with engine_access():
+            for piece in chunk.pieces:
+                user = self.flat.users[piece.index]
+                gradient = read_grad(user)
+                group = group_of(user)
+                if gradient is None or group is None:
+                    continue
+                whole = gradient.detach().as_subclass(torch.Tensor)
+                entry = Entry(
+                    value=_on_host(self.flat.shard[piece.start : piece.stop].detach()),
+                    gradient=_on_host(whole[piece.offset : piece.offset + piece.numel]),
+                    group=group,
+                    state=None,
+                )
+                if piece.has_state:
+                    regions = {key: part(key, piece.start, piece.stop) for key in piece.keys}
+                    entry.state = {**piece.scalars, **regions}
+                found.append((piece, entry))
+        return found
+
+    def absorb(self, piece: Piece, entry: Entry, part: Callable[[str, int, int], torch.Tensor]) -> None:
+        """Keep what an update has made of a piece."""
+        if self.flat.shard.device.type != "cpu":
+            self.flat.shard[piece.start : piece.stop].copy_(entry.value)
+        self.keep(piece, entry.state or {}, part)
+
+    def keep(self, piece: Piece, state: dict[str, Any], part: Callable[[str, int, int], torch.Tensor]) -> None:
+        """Put a piece's state where it belongs: its elements into regions, the rest beside the piece."""
+        keys, scalars = [], {}
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor) or value.shape != (piece.numel,):
+                scalars[key] = value
+                continue
+            if key not in self.store.dtypes:
+                raise OffloadError(
+                    f"the optimizer made a state '{key}' that no space was reserved for",
+                    expected=", ".join(self.store.dtypes) or "none",
+                    unit=self.flat.unit_name,
+                    parameter=self.flat.names[piece.index],
+                    rank=self.flat.groups.rank,
+                    cure="set the options that make it (momentum, amsgrad) when the optimizer is built",
+                )
+            keys.append(key)
+            place = part(key, piece.start, piece.stop)
+            if place.data_ptr() != value.data_ptr():
+                place.copy_(value)
+        piece.keys, piece.scalars, piece.has_state = tuple(keys), scalars, bool(state)
+
+    def update(self, updater: Updater, found: list[tuple[Piece, Entry]], groups: list, part: Any) -> None:
+        """One step of the pieces found by :meth:`entries`."""
+        updater.run([entry for _, entry in found], groups)
+        for piece, entry in found:
+            self.absorb(piece, entry, part)
+
+    # ------------------------------------------------------------------ one parameter's state
+
+    def has_state(self, index: int) -> bool:
+        return any(piece.has_state for piece in self._pieces.get(index, ()))
+
+    def region(self, index: int, key: str) -> torch.Tensor:
+        """This rank's slice of a parameter's state, to read or to write; of a file a view, nothing is read yet."""
+        pieces = self._pieces[index]
+        return self.store.part(key, pieces[0].start, pieces[-1].stop)
+
+    def state_of(self, index: int) -> dict[str, Any]:
+        """A parameter's state as the optimizer would hold it."""
+        first = self._pieces[index][0]
+        return {**first.scalars, **{key: self.region(index, key) for key in first.keys}}
+
+    def set_state(self, index: int, state: dict[str, Any], filled: set[str]) -> None:
+        """Take a parameter's state, whole slices; those in ``filled`` are in their regions already."""
+        pieces = self._pieces[index]
+        numel = pieces[-1].stop - pieces[0].start
+        for piece in pieces:
+            own = {}
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape == (numel,):
+                    if key in filled:
+                        continue
+                    own[key] = value[piece.offset : piece.offset + piece.numel]
+                else:
+                    own[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            self.keep(piece, own, self.store.part)
+            piece.keys = (*(key for key in state if key in filled), *piece.keys)
+            piece.has_state = bool(state)
+
+    def drop_state(self, index: int) -> None:
+        for piece in self._pieces.get(index, ()):
+            piece.keys, piece.scalars, piece.has_state = (), {}, False
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.device.type == "cpu" else tensor.to("cpu")

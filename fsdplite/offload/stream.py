@@ -1,0 +1,241 @@
+"""State that streams through a fixed number of buffers: read ahead, update, write behind.
+
+Threads read and write (the calls release the interpreter's lock) while the caller's thread updates. A buffer goes
+from reading over updating to writing; so many chunks are under way as there are buffers, and no more memory is used
+whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .files import aligned_bytes
+from .stores import DiskStore
+
+__all__ = ["Part", "StepReport", "Stream"]
+
+_THREADS = 2  # for each direction
+
+
+@dataclass
+class StepReport:
+    """What one step moved, and how long each kind of work took, added up over threads.
+
+    Attributes:
+        read_bytes, written_bytes: Moved from and to files.
+        read_s, write_s: Seconds in reads and in writes.
+        update_s: Seconds in updates.
+        wall_s: Seconds of the whole step; less than the sum of the three where they overlap.
+    """
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    read_s: float = 0.0
+    write_s: float = 0.0
+    update_s: float = 0.0
+    wall_s: float = 0.0
+
+
+@dataclass
+class Part:
+    """Consecutive elements of one store, as many as fit into a buffer.
+
+    Attributes:
+        store: Where they are.
+        start, stop: Which, in elements of the shard; ``start`` is at a block's start in every region.
+        keys: Regions that are needed.
+        is_new: Nothing is stored yet: it need not be read.
+        content: What the caller wants to know again when its turn comes.
+    """
+
+    store: DiskStore
+    start: int
+    stop: int
+    keys: tuple[str, ...]
+    is_new: bool
+    content: Any = None
+
+
+class _Job:
+    __slots__ = ("_call", "_done", "error")
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._done = threading.Event()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._call()
+        except BaseException as problem:
+            self.error = problem
+        self._done.set()
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class _Workers:
+    """Threads that run jobs in order, until told to stop. Not a pool of the standard library: those refuse work
+    while the interpreter exits."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for _ in range(_THREADS)]
+        for thread in self._threads:
+            thread.start()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.run()
+
+    def submit(self, call: Callable[[], None]) -> _Job:
+        job = _Job(call)
+        self._jobs.put(job)
+        return job
+
+    def stop(self) -> None:
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+@dataclass
+class _Slot:
+    memory: list[torch.Tensor]
+    jobs: list[_Job] = field(default_factory=list)
+
+    def regions(self, part: Part) -> dict[str, torch.Tensor]:
+        """The buffer as whole blocks of bytes, one tensor per region."""
+        return {
+            key: memory[: part.store.span(key, part.start, part.stop)[1]]
+            for key, memory in zip(part.keys, self.memory)
+        }
+
+
+class Stream:
+    """The buffers and threads of one optimizer.
+
+    Args:
+        buffer_bytes: Size of a buffer for one region.
+        regions: Most regions that a part has.
+        count: Number of buffers.
+
+    Memory: ``buffer_bytes * regions * count``, and nothing else.
+    """
+
+    def __init__(self, buffer_bytes: int, regions: int, count: int) -> None:
+        self._size = buffer_bytes, regions
+        self._slots = [_Slot([aligned_bytes(buffer_bytes) for _ in range(regions)]) for _ in range(count)]
+        self._readers = _Workers("fsdplite-read")
+        self._writers = _Workers("fsdplite-write")
+        self._lock = threading.Lock()
+
+    def fits(self, buffer_bytes: int, regions: int) -> bool:
+        """Whether parts of this size fit into the buffers."""
+        return buffer_bytes <= self._size[0] and regions <= self._size[1]
+
+    def run(
+        self, parts: Sequence[Part], update: Callable[[Part, dict[str, torch.Tensor]], None], report: StepReport
+    ) -> None:
+        """Bring each part in, in order, call ``update(part, regions)``, and take it back.
+
+        Returns when everything is stored. If anything fails, waits for what is under way and raises it.
+        """
+        waiting = deque(parts)
+        reading: deque[tuple[Part, _Slot]] = deque()
+        writing: deque[_Slot] = deque()
+        free = list(self._slots)
+        try:
+            while waiting or reading:
+                while waiting and (slot := self._free(free, writing, must=not reading)) is not None:
+                    part = waiting.popleft()
+                    slot.jobs = self._start_reading(part, slot, report)
+                    reading.append((part, slot))
+                part, slot = reading.popleft()
+                for job in slot.jobs:
+                    job.wait()
+                before = time.perf_counter()
+                typed = {
+                    key: memory.view(part.store.dtypes[key])[: part.stop - part.start]
+                    for key, memory in slot.regions(part).items()
+                }
+                update(part, typed)
+                report.update_s += time.perf_counter() - before
+                slot.jobs = self._start_writing(part, slot, report)
+                writing.append(slot)
+            for slot in writing:
+                for job in slot.jobs:
+                    job.wait()
+        except BaseException:
+            for slot in self._slots:  # nothing may be read or written behind the caller's back
+                for job in slot.jobs:
+                    job._done.wait()
+            raise
+        finally:
+            for slot in self._slots:
+                slot.jobs = []
+
+    def _free(self, free: list[_Slot], writing: deque[_Slot], must: bool) -> _Slot | None:
+        if free:
+            return free.pop()
+        if writing and (must or all(job.is_done for job in writing[0].jobs)):
+            slot = writing.popleft()
+            for job in slot.jobs:
+                job.wait()
+            return slot
+        return None
+
+    def _start_reading(self, part: Part, slot: _Slot, report: StepReport) -> list[_Job]:
+        jobs = []
+        for key, memory in slot.regions(part).items():
+            if part.is_new:
+                memory.zero_()
+                continue
+            offset, _ = part.store.span(key, part.start, part.stop)
+            jobs.append(self._readers.submit(self._timed(part.store.file.read, offset, memory, report, "read")))
+        return jobs
+
+    def _start_writing(self, part: Part, slot: _Slot, report: StepReport) -> list[_Job]:
+        return [
+            self._writers.submit(
+                self._timed(part.store.file.write, part.store.span(key, part.start, part.stop)[0], memory, report, "write")
+            )
+            for key, memory in slot.regions(part).items()
+        ]
+
+    def _timed(self, call: Any, offset: int, memory: torch.Tensor, report: StepReport, kind: str) -> Callable[[], None]:
+        def run() -> None:
+            before = time.perf_counter()
+            call(offset, memory)
+            took = time.perf_counter() - before
+            with self._lock:
+                if kind == "read":
+                    report.read_s += took
+                    report.read_bytes += memory.numel()
+                else:
+                    report.write_s += took
+                    report.written_bytes += memory.numel()
+
+        return run
+
+    def close(self) -> None:
+        """End the threads and give the buffers back."""
+        self._readers.stop()
+        self._writers.stop()
+        self._slots = []
