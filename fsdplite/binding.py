@@ -43,7 +43,8 @@ class Binding:
 
     def connect(self, users: Sequence[nn.Parameter], leaves: Sequence[nn.Parameter]) -> None:
         """Build the table once: place, key, what rests there, what stands in for it."""
-        self._leaves = list(leaves)
+        # A fake tensor is no plain Parameter, and would not survive another class.
+        self._leaves = [leaf for leaf in leaves if type(leaf) in (nn.Parameter, RestingLeaf)]
         self._table = [(place, key, users[i], leaves[i], i) for place, key, i in self._places]
 
     def bind_full(self) -> None:

@@ -310,7 +310,8 @@ class GradientBuffer:
         for index in indices:
             position = self._chunk_of[index]
             view = chunks[position] if position >= 0 else shard.tensor[:0]
-            view.__class__ = ShardedGrad
+            if type(view) is torch.Tensor:  # a fake one would not survive it
+                view.__class__ = ShardedGrad
             view._fsdp_ref = self._flat
             view._fsdp_index = index
             view._fsdp_shard = shard

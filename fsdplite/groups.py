@@ -183,7 +183,7 @@ def _control_group(ranks: tuple[int, ...], timeout: timedelta) -> Any:
         everyone = len(ranks) == dist.get_world_size()
         return dist.new_group(
             None if everyone else list(ranks),
-            backend="gloo",
+            backend="fake" if dist.get_backend() == "fake" else "gloo",  # a fake world has nobody to talk to
             timeout=timeout,
             use_local_synchronization=not everyone,
         )

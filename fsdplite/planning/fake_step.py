@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ def run_step(
         for tensor in [*given, *model.parameters(), *model.buffers()]:
             recorder.live.exclude(tensor)
     try:
-        with _eager(), mode, recorder.live, torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        with _undisturbed(), mode, recorder.live, torch.enable_grad(), torch.random.fork_rng(devices=[]):
             # What a budget allows is known after one step.
             for _ in range(1 if segments in (None, "sqrt") else 2):
                 recorder.restart()
@@ -215,9 +216,13 @@ def _made_up_gradients(unit: int, specs: list[FlatSpec]) -> list[StepEvent]:
 
 
 class _FakeLiveBytes(LiveBytes):
-    """States of random generators are real bytes that are compared in passing: let them be equal."""
+    """Answers some questions itself: where a fake tensor lies, which is asked all the time, and whether two states of
+    random generators are equal, which are real bytes (let them be).
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         if func is torch.ops.aten.equal.default and args[0].dtype == torch.uint8:
             return True
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -373,10 +378,14 @@ def _caster(dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.Tensor]
 
 
 @contextlib.contextmanager
-def _eager() -> Iterator[None]:
-    """Compiled blocks run as they are written: what a compiler saves is not known beforehand."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+def _undisturbed() -> Iterator[None]:
+    """Compiled blocks run as they are written: what a compiler saves is not known beforehand. Garbage waits."""
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+    collects = gc.isenabled()
+    gc.disable()  # thousands of short-lived fakes make it run all the time
+    try:
+        with eager:
+            yield
+    finally:
+        if collects:
+            gc.enable()

@@ -13,6 +13,16 @@ from torch.utils.flop_counter import flop_registry
 
 __all__ = ["LiveBytes"]
 
+_aten = torch.ops.aten
+# torch has a formula for the fused attention of a GPU, and the CPU's takes the same tensors first.
+_FORMULAS = {
+    **flop_registry,
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+
 
 class LiveBytes(TorchDispatchMode):
     """Bytes of the storages that operators under this mode have made and that are still alive.
@@ -67,7 +77,7 @@ class LiveBytes(TorchDispatchMode):
         if kind is None:
             aliases = [value.alias_info for value in func._schema.returns]
             is_view = any(alias is not None and not alias.is_write for alias in aliases)
-            kind = self._kinds[func] = (flop_registry.get(func._overloadpacket), not is_view)
+            kind = self._kinds[func] = (_FORMULAS.get(func._overloadpacket), not is_view)
         return kind
 
     def _see(self, tensor: Tensor) -> None:

@@ -51,6 +51,7 @@ class Question:
     microbatches: int
     no_sync: bool
     device: str
+    transport_copies: bool
     rank: int
     steps: dict[Any, tuple[Blueprint, FakeStep]] = field(default_factory=dict)
 
@@ -71,6 +72,7 @@ class Question:
             prefetch=self.prefetch,
             reshard_after_forward=self.reshard_after_forward,
             on_cpu=self.device == "cpu",
+            transport_copies=self.transport_copies,
             microbatches=self.microbatches,
             no_sync=self.no_sync,
         )
@@ -151,6 +153,7 @@ def ask(model: Any, world_size: int | None, options: dict[str, Any]) -> Question
         microbatches=chosen["microbatches"],
         no_sync=bool(chosen["no_sync"]),
         device=chosen["device"],
+        transport_copies=chosen["device"] == "cpu",
         rank=chosen["rank"],
     )
 

@@ -70,8 +70,8 @@ class Reductions:
             self.memory.grow(COPIES, self._wire_bytes(planned))
         self.memory.grow(SHARDS, planned.layout.shard_numel * planned.wire_dtype.itemsize)
         if setup.shard_size > 1:
-            if setup.on_cpu:
-                self.memory.grow(COPIES, self._wire_bytes(planned))  # gloo sums in a copy of its own
+            if setup.transport_copies:
+                self.memory.grow(COPIES, self._wire_bytes(planned))
             numel, ranks = planned.layout.padded_numel, setup.shard_size
             self.program.send("reduce_scatter", unit.name, numel, planned.wire_dtype, ranks, ("reduce", id(flat)))
         elif setup.replicate_size > 1:
@@ -90,7 +90,7 @@ class Reductions:
         shard_numel = planned.layout.shard_numel
         if setup.size > 1:
             self.program.wait(unit.name, ("reduce", id(flat)))
-        if setup.shard_size > 1 and setup.on_cpu:
+        if setup.shard_size > 1 and setup.transport_copies:
             memory.add(COPIES, -self._wire_bytes(planned))
         if setup.shard_size > 1 and setup.replicate_size > 1:
             key, ranks = ("replicate", id(flat)), setup.replicate_size

@@ -17,7 +17,8 @@ class Setup:
         stage: ZeRO stage.
         shard_size, replicate_size: Ranks that share one replica, and replicas.
         prefetch, reshard_after_forward: As for ``fsdp_wrap``.
-        on_cpu: gloo on CPU, where the host waits for reductions and the transport copies what it reduces.
+        on_cpu: gloo on CPU, where the host waits for reductions.
+        transport_copies: The transport sums in a copy of its own, as gloo does.
         microbatches: Backwards per step.
         no_sync: All but the last of them run without synchronisation.
     """
@@ -28,6 +29,7 @@ class Setup:
     prefetch: int = 1
     reshard_after_forward: bool | None = None
     on_cpu: bool = False
+    transport_copies: bool = False
     microbatches: int = 1
     no_sync: bool = False
 
