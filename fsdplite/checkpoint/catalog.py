@@ -277,10 +277,13 @@ def publish(fs: FileSystem, root: str, staging: str, step: int, run_id: str) -> 
 
 
 def retain(fs: FileSystem, root: str, keep: int, saved: int, run_id: str) -> None:
-    """Remove published checkpoints beyond the ``keep`` highest steps, never the one just saved."""
+    """Remove published checkpoints beyond the ``keep`` highest steps, never the one just saved.
+
+    A step that is a symbolic link counts, and stays: its files belong elsewhere.
+    """
     found = _published(fs, root)
     for path, manifest in found[:-keep]:
-        if manifest.step == saved:
+        if manifest.step == saved or fs.is_link(path):
             continue
         retire(fs, root, path, manifest.step, run_id)
 

@@ -50,6 +50,18 @@ def K81_load(root, needle):
     assert all(set(plain(t).tolist()) <= {7.0, 3.0} for t in optimizer.state[model.w].values() if t.dim())
 
 
+def test_retention_does_not_follow_links(tmp_path):
+    """A step kept elsewhere and linked into the root is not this root's to empty."""
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    save_filled(elsewhere, 1, 1.0)
+    save_filled(root, 2, 2.0)
+    (root / "step-1").symlink_to(elsewhere / "step-1")
+    save_filled(root, 3, 3.0, keep=1)
+    assert sorted(os.listdir(root)) == ["step-1", "step-3"]
+    assert fsdp.verify_checkpoint(elsewhere / "step-1").ok
+    assert 1.0 in values_in(elsewhere / "step-1")
+
+
 @pytest.mark.parametrize("damage", ["first", "last", "old", "extra"])
 def test_K81_missing_old_and_foreign_files(tmp_path, damage):
     root = str(tmp_path)
