@@ -29,15 +29,14 @@ class Home:
 
     def __init__(self, flat: FlatParameter, dtypes: dict[str, torch.dtype], offload: Offload) -> None:
         self.flat = flat
-        rank = flat.groups.rank
-        if offload.optimizer == "nvme" and dtypes and flat.shard_numel:
-            contents = f"unit {flat.unit_name or '(root)'}: {', '.join(dtypes)}"
-            self.store: Store = DiskStore(flat.shard_numel, dtypes, str(offload.path), rank, contents)
-        else:
-            self.store = HostStore(flat.shard_numel, dtypes, offload.pin and flat.device.type == "cuda")
         itemsize = max((dtype.itemsize for dtype in dtypes.values()), default=1)
         self.chunk_numel = chunk_numel_within(offload.buffer_bytes, itemsize)
-        self.chunks = cut(flat.layout, flat.groups.shard_rank, self.chunk_numel)
+        self.chunks, numel = cut(flat.layout, flat.groups.shard_rank, self.chunk_numel)
+        if offload.optimizer == "nvme" and dtypes and numel:
+            contents = f"unit {flat.unit_name or '(root)'}: {', '.join(dtypes)}"
+            self.store: Store = DiskStore(numel, dtypes, str(offload.path), flat.groups.rank, contents)
+        else:
+            self.store = HostStore(numel, dtypes, offload.pin and flat.device.type == "cuda")
         self._pieces: dict[int, list[Piece]] = {}
         for chunk in self.chunks:
             for piece in chunk.pieces:
@@ -80,7 +79,7 @@ class Home:
                     state=None,
                 )
                 if piece.has_state:
-                    regions = {key: part(key, piece.start, piece.stop) for key in piece.keys}
+                    regions = {key: part(key, piece.place, piece.place_stop) for key in piece.keys}
                     entry.state = {**piece.scalars, **regions}
                 found.append((piece, entry))
         return found
@@ -108,7 +107,7 @@ class Home:
                     cure="set the options that make it (momentum, amsgrad) when the optimizer is built",
                 )
             keys.append(key)
-            place = part(key, piece.start, piece.stop)
+            place = part(key, piece.place, piece.place_stop)
             if place.data_ptr() != value.data_ptr():
                 place.copy_(value)
         piece.keys, piece.scalars, piece.has_state = tuple(keys), scalars, bool(state)
@@ -127,7 +126,7 @@ class Home:
     def region(self, index: int, key: str) -> torch.Tensor:
         """This rank's slice of a parameter's state, to read or to write; of a file a view, nothing is read yet."""
         pieces = self._pieces[index]
-        return self.store.part(key, pieces[0].start, pieces[-1].stop)
+        return self.store.part(key, pieces[0].place, pieces[-1].place_stop)
 
     def state_of(self, index: int) -> dict[str, Any]:
         """A parameter's state as the optimizer would hold it."""

@@ -56,6 +56,14 @@ def offloaded(
     Memory: with ``"nvme"`` ``buffers`` buffers of ``buffer_bytes`` per kind of state, whatever the size of the model,
     and for each piece its step counter; with ``"cpu"`` the state.
     """
+    updater = Updater(optimizer_class, settings)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            "fsdp.offloaded takes the class of an optimizer and a model",
+            expected="fsdp.offloaded(torch.optim.AdamW, model, lr=...)",
+            found=type(model).__name__,
+            cure="pass parameters or groups as params=",
+        )
     root = next((state.schedule.root for m in model.modules() if (state := state_of(m)) is not None), None)
     offload: Offload | None = root.schedule.offload if root is not None else None
     if offload is None or offload.optimizer is None:
@@ -64,7 +72,6 @@ def offloaded(
             found="a model that is not wrapped" if root is None else "a model wrapped without Offload(optimizer=...)",
             cure='fsdp_wrap(model, ..., offload=fsdp.Offload(optimizer="nvme", path="/mnt/nvme0/run"))',
         )
-    updater = Updater(optimizer_class, settings)
     cls = type(optimizer_class.__name__, (OffloadedOptimizer,), {"__module__": __name__})
     return cls(updater, model, model.parameters() if params is None else params, offload, root.schedule.groups)
 

@@ -8,7 +8,11 @@ from typing import Any
 from ..layout import FlatLayout
 from .files import BLOCK_BYTES
 
-__all__ = ["Chunk", "Piece", "cut", "chunk_numel_within"]
+__all__ = ["Chunk", "Piece", "chunk_numel_within", "cut"]
+
+# Parameters are cut at multiples of this many elements from their start. Vectorised kernels treat a last part that
+# fills no vector in another way, which may round otherwise: it has to be the same elements as without cuts.
+_VECTOR_NUMEL = 128
 
 
 @dataclass(eq=False)
@@ -19,7 +23,8 @@ class Piece:
         index: Of the parameter in its flat parameter.
         start, stop: In the shard.
         offset: Of ``start`` in this rank's slice of the parameter.
-        keys: Regions in which it has state. Empty and without scalars: it has none yet.
+        place: Of ``start`` in the store.
+        keys: Regions in which it has state.
         scalars: Its state that has no element per parameter element (step counters).
         has_state: An update, or a load, has given it state.
     """
@@ -28,6 +33,7 @@ class Piece:
     start: int
     stop: int
     offset: int
+    place: int
     keys: tuple[str, ...] = ()
     scalars: dict[str, Any] = field(default_factory=dict)
     has_state: bool = False
@@ -36,10 +42,14 @@ class Piece:
     def numel(self) -> int:
         return self.stop - self.start
 
+    @property
+    def place_stop(self) -> int:
+        return self.place + self.numel
+
 
 @dataclass(eq=False)
 class Chunk:
-    """Elements ``[start, stop)`` of a shard; ``start`` is at a block's start, whatever the dtype."""
+    """Elements ``[start, stop)`` of a store; ``start`` is at a block's start, whatever the dtype."""
 
     start: int
     stop: int
@@ -51,21 +61,26 @@ def chunk_numel_within(buffer_bytes: int, itemsize: int) -> int:
     return max(buffer_bytes // itemsize // BLOCK_BYTES, 1) * BLOCK_BYTES
 
 
-def cut(layout: FlatLayout, rank: int, chunk_numel: int) -> list[Chunk]:
-    """The chunks of one rank's shard, with what it holds of each parameter. Chunks of nothing but padding are left out."""
-    slices = []
-    for index in range(len(layout.slots)):
-        start, stop = layout.shard_slice(index, rank)
-        if start < stop:
-            slices.append((index, start, stop))
+def cut(layout: FlatLayout, rank: int, chunk_numel: int) -> tuple[list[Chunk], int]:
+    """The chunks of what one rank holds of each parameter, and how many elements the store has.
+
+    In the store slices lie one after another as in the shard, but each at a multiple of ``_VECTOR_NUMEL``.
+    """
     chunks: list[Chunk] = []
-    for start in range(0, layout.shard_numel, chunk_numel):
-        stop = min(start + chunk_numel, layout.shard_numel)
-        pieces = [
-            Piece(index, max(first, start), min(last, stop), max(first, start) - first)
-            for index, first, last in slices
-            if first < stop and last > start
-        ]
-        if pieces:
-            chunks.append(Chunk(start, stop, pieces))
-    return chunks
+    end = 0
+    for index in range(len(layout.slots)):
+        first, last = layout.shard_slice(index, rank)
+        if first == last:
+            continue
+        begin = -(-end // _VECTOR_NUMEL) * _VECTOR_NUMEL
+        end = begin + last - first
+        place = begin
+        while place < end:
+            number = place // chunk_numel
+            if not chunks or chunks[-1].start != number * chunk_numel:
+                chunks.append(Chunk(number * chunk_numel, number * chunk_numel))
+            stop = min(end, (number + 1) * chunk_numel)
+            offset = place - begin
+            chunks[-1].pieces.append(Piece(index, first + offset, first + stop - begin, offset, place))
+            chunks[-1].stop = place = stop
+    return chunks, end

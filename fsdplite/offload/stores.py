@@ -1,6 +1,6 @@
 """Where the optimizer state of one flat parameter is kept: in host memory, or in a file.
 
-A state that has an element for each element of the shard is a *region* of the store, as long as the shard.
+A state that has an element for each element of the shard is a *region* of the store.
 """
 
 from __future__ import annotations

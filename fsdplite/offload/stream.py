@@ -50,7 +50,7 @@ class Part:
 
     Attributes:
         store: Where they are.
-        start, stop: Which, in elements of the shard; ``start`` is at a block's start in every region.
+        start, stop: Which, in elements of a region; ``start`` is at a block's start in every region.
         keys: Regions that are needed.
         is_new: Nothing is stored yet: it need not be read.
         content: What the caller wants to know again when its turn comes.
