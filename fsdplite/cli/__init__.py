@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Sequence
 
 from ..version import __version__
-from . import ckpt, parity
+from . import ckpt, doctor, parity, plan
 
 __all__ = ["main"]
 
-_COMMANDS = (parity, ckpt)
+_COMMANDS = (plan, parity, doctor, ckpt)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

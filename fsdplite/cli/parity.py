@@ -8,6 +8,7 @@ import os
 import sys
 from typing import Any
 
+from .options import parse_policy
 from .ranks import RENDEZVOUS, run_on_ranks, under_torchrun
 from .target import UsageError, load_target
 
@@ -110,7 +111,7 @@ def _compare(args: argparse.Namespace) -> int:
     if not callable(factory):
         raise UsageError(f"'{args.target}' is a {type(factory).__name__}, and cannot be called")
     make_optimizer = _optimizer(args.optimizer, args.lr)
-    policy = _policy(args.policy)
+    policy = parse_policy(args.policy)
     joined_here = not dist.is_initialized()
     if RENDEZVOUS in os.environ:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -157,28 +158,6 @@ def _optimizer(name: str, lr: float) -> Any:
         raise UsageError(f"--optimizer: expected one of {', '.join(sorted(c.__name__ for c in known.values()))}, "
                          f"found '{name}'")  # fmt: skip
     return lambda parameters: cls(parameters, lr=lr)
-
-
-def _policy(text: str | None) -> Any:
-    if text is None:
-        return None
-    from .. import policy as policies
-
-    combined = None
-    for part in text.split("|"):
-        kind, _, rest = part.strip().partition(":")
-        entries = [entry.strip() for entry in rest.split(",") if entry.strip()]
-        if kind in ("by_class", "by_name") and entries:
-            made = getattr(policies, kind)(*entries)
-        elif kind == "by_size" and len(entries) == 1 and entries[0].replace("_", "").isdigit():
-            made = policies.by_size(int(entries[0]))
-        elif kind == "from_model" and not entries:
-            made = policies.from_model()
-        else:
-            expected = "by_class:NAME,...  by_name:GLOB,...  by_size:NUMBER  from_model"
-            raise UsageError(f"--policy: expected {expected}, joined by |, found '{part.strip()}'")
-        combined = made if combined is None else combined | made
-    return combined
 
 
 # -------------------------------------------------------------------------------------------------------------- output

@@ -83,11 +83,9 @@ def _cure(remedies: list[Remedy], smallest: Plan | None) -> str:
 
 def _try(plan: Plan, change: Change) -> Plan | None:
     """The changed plan; None if the change does nothing, saves nothing or cannot be made."""
-    from .prediction import answer
-
     try:
         question = change.apply(plan.question)
-        changed = answer(question) if question is not None else None
+        changed = plan.answer(question) if question is not None else None
     except FSDPError:
         return None
     return changed if changed is not None and changed.peak_bytes < plan.peak_bytes else None
@@ -118,13 +116,11 @@ def _combine(plan: Plan, changes: list[Change], limit: int) -> tuple[Remedy | No
 
 
 def _apply_all(plan: Plan, changes: list[Change]) -> Plan | None:
-    from .prediction import answer
-
     question = plan.question
     for change in changes:
         question = change.apply(question) or question
     try:
-        return answer(question)
+        return plan.answer(question)
     except FSDPError:
         return None
 

@@ -16,6 +16,7 @@ from .memory import PHASES, Peak
 from .optimizer_cost import OptimizerCost, measure_optimizer, resolve_optimizer
 from .question import Question, ask
 from .replay import Replay
+from .report import as_dict, as_table
 from .traffic import Task, Traffic
 
 __all__ = ["Plan", "Resting", "answer", "plan"]
@@ -101,6 +102,11 @@ class Plan:
         """The plan for the same model with options changed; a fake step is run again only if it has to be."""
         return answer(self.question.but(**changes))
 
+    @staticmethod
+    def answer(question: Question) -> Plan:
+        """The plan for another question."""
+        return answer(question)
+
     def fits(self, budget: int | str) -> bool:
         """True if the step stays within a budget per rank: bytes, or text such as ``"80GiB"``.
 
@@ -115,8 +121,8 @@ class Plan:
 
         Args:
             model: Wrapped as planned.
-            step: One whole training step: forward, backward, ``optimizer.step()``, ``zero_grad()``. None: only what can be
-                read off the model is compared.
+            step: One whole training step: forward, backward, ``optimizer.step()``, ``zero_grad()``. None: only what
+                can be read off the model is compared.
             warm_up: Steps before the one that is measured.
 
         Returns:
@@ -129,13 +135,9 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        from .report import as_dict
-
         return as_dict(self)
 
     def __str__(self) -> str:
-        from .report import as_table
-
         return as_table(self)
 
 

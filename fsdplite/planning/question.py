@@ -178,7 +178,8 @@ def _build(model: Any, world_size: int) -> tuple[nn.Module, tuple[tuple, dict] |
     """A module, and what else its factory brings: a batch and a loss."""
     if isinstance(model, nn.Module):
         if any(type(p).__name__ == "ShardedParameter" for p in model.parameters()):
-            raise ConfigError("the model is wrapped already", cure="plan before fsdp_wrap, or pass what builds the model")
+            cure = "plan before fsdp_wrap, or pass what builds the model"
+            raise ConfigError("the model is wrapped already", cure=cure)
         return model, None, None
     if not callable(model):
         raise ConfigError("a plan is made for a model", expected="a module or what builds one", found=repr(model))

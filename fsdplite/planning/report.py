@@ -82,7 +82,8 @@ def _units(plan: Plan) -> Table:
     table = _table("unit", "module", "params", "pad", "shard", "full", "reduction")
     rows: list[tuple[Any, list[PlannedUnit]]] = []
     for unit in plan.units:
-        shape = (unit.module_class, unit.numel, unit.padding_numel, unit.shard_bytes, unit.full_bytes, unit.buffer_bytes)
+        sizes = unit.shard_bytes, unit.full_bytes, unit.buffer_bytes
+        shape = (unit.module_class, unit.numel, unit.padding_numel, *sizes)
         if rows and rows[-1][0] == shape:
             rows[-1][1].append(unit)
         else:
@@ -138,8 +139,8 @@ def _verdict(plan: Plan) -> str:
     padding = f"{100 * plan.padding_numel / plan.numel:.2f}% padding" if plan.numel else "no parameters"
     text = (
         f"{len(plan.units)} units, {plan.numel:,} parameters, {padding}, stage {question.stage} over {ranks} "
-        f"({question.device}): at most {format_bytes(plan.peak_bytes)} on rank {question.rank}, in {plan.peak_phase} at "
-        f"unit {unit_label(plan.peak_unit)}"
+        f"({question.device}): at most {format_bytes(plan.peak_bytes)} on rank {question.rank}, in {plan.peak_phase} "
+        f"at unit {unit_label(plan.peak_unit)}"
     )
     if not plan.has_activations:
         text += "; without activations, since no inputs were given"

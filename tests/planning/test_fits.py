@@ -93,8 +93,8 @@ def test_recomputation_is_priced_as_one_more_forward() -> None:
 
 def compared() -> dict:
     model = seeded(GPT, 3, 64, 256, 32, tied=True)
-    plan = fsdp.plan(model, world_size=here.world_size, policy=fsdp.by_class(Block), inputs=TOKENS[:4, :32], device="cpu",
-                     rank=here.rank)  # fmt: skip
+    plan = fsdp.plan(model, world_size=here.world_size, policy=fsdp.by_class(Block), inputs=TOKENS[:4, :32],
+                     device="cpu", rank=here.rank)  # fmt: skip
     fsdp.fsdp_wrap(model, fsdp.by_class(Block))
     optimizer = torch.optim.AdamW(model.parameters())
 

@@ -84,7 +84,8 @@ def test_traffic_by_stage_in_elements() -> None:
         assert {kind: plan.traffic.numel(kind) for kind in plan.traffic.kinds if kind != "control"} == kinds
         wire = sum(count * {"all_gather": 2}.get(kind, 4) for kind, count in kinds.items())
         assert plan.traffic.bytes() == wire
-        passes = sum(count * {"all_gather": 2, "reduce_scatter": 4, "all_reduce": 8}[kind] for kind, count in kinds.items())
+        weights = {"all_gather": 2, "reduce_scatter": 4, "all_reduce": 8}
+        passes = sum(count * weights[kind] for kind, count in kinds.items())
         assert plan.traffic.sent_bytes == pytest.approx(passes * 3 / 4 + 2 * 1024 * 3 / 4)
 
 
