@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from .groups import init_distributed as init_distributed
     from .inspect import trace as trace
     from .planning.prediction import plan as plan
+    from .planning.timeline import simulate as simulate
+    from .planning.topology import Link as Link
+    from .planning.topology import Topology as Topology
     from .offload.optimizer import offloaded as offloaded
     from .offload.options import Offload as Offload
     from .policy import by_class as by_class
@@ -46,9 +49,11 @@ _HOMES = {
     "CheckpointError": "errors",
     "FSDPError": "errors",
     "FSDPUnit": "fsdp_unit",
+    "Link": "planning.topology",
     "LossScaler": "scaler",
     "Offload": "offload.options",
     "Precision": "precision",
+    "Topology": "planning.topology",
     "by_class": "policy",
     "by_name": "policy",
     "by_predicate": "policy",
@@ -69,6 +74,7 @@ _HOMES = {
     "plan": "planning.prediction",
     "recompute_within": "recompute.budget",
     "save_checkpoint": "checkpoint.save",
+    "simulate": "planning.timeline",
     "summary": "table",
     "trace": "inspect",
     "verify_checkpoint": "checkpoint.verify",

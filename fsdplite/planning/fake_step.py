@@ -57,7 +57,7 @@ class StepEvent:
         expects_backward: LEAVE: a gradient can come back through the outputs.
         live_bytes: Activations and gradients alive at this moment.
         peak_bytes: Most bytes alive since the event before.
-        flops, traffic_bytes: Work since the event before.
+        flops, traffic_bytes, operators: Work since the event before.
     """
 
     kind: str
@@ -73,6 +73,7 @@ class StepEvent:
     peak_bytes: int = 0
     flops: int = 0
     traffic_bytes: int = 0
+    operators: int = 0
 
 
 @dataclass(frozen=True)
@@ -240,12 +241,10 @@ class _Recorder:
         self.events.clear()
 
     def note(self, kind: str, **details: Any) -> None:
-        peak, flops, traffic = self.live.take()
-        self.events.append(
-            StepEvent(
-                kind, live_bytes=self.live.live, peak_bytes=peak, flops=flops, traffic_bytes=traffic, **details
-            )  # fmt: skip
-        )
+        live = self.live.live
+        peak, flops, traffic, operators = self.live.take()
+        work = {"flops": flops, "traffic_bytes": traffic, "operators": operators}
+        self.events.append(StepEvent(kind, live_bytes=live, peak_bytes=peak, **work, **details))
 
 
 class _Call:

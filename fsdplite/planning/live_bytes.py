@@ -35,11 +35,12 @@ class LiveBytes(TorchDispatchMode):
         peak: Most bytes alive since :meth:`take`.
         flops: Floating point operations since :meth:`take` (of the operators that torch has a formula for).
         traffic: Bytes read and written by operators since :meth:`take`; views move nothing.
+        operators: How many operators, views aside, have run since :meth:`take`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = self.flops = self.traffic = 0
+        self.live = self.peak = self.flops = self.traffic = self.operators = 0
         self._sizes: dict[int, int] = {}
         self._kinds: dict[Any, tuple[Any, bool]] = {}
 
@@ -47,10 +48,10 @@ class LiveBytes(TorchDispatchMode):
         """Never count this tensor's storage. The caller keeps it alive."""
         self._sizes[tensor.untyped_storage()._cdata] = 0
 
-    def take(self) -> tuple[int, int, int]:
-        """Peak, flops and traffic since the last call, which start again from here."""
-        taken = self.peak, self.flops, self.traffic
-        self.peak, self.flops, self.traffic = self.live, 0, 0
+    def take(self) -> tuple[int, int, int, int]:
+        """Peak, flops, traffic and operators since the last call, which start again from here."""
+        taken = self.peak, self.flops, self.traffic, self.operators
+        self.peak, self.flops, self.traffic, self.operators = self.live, 0, 0, 0
         return taken
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -59,6 +60,7 @@ class LiveBytes(TorchDispatchMode):
         if func.namespace == "prim":
             return result  # questions about a fake tensor
         formula, moves = self._kind(func)
+        self.operators += moves
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
         for tensor in _tensors(result):

@@ -27,12 +27,16 @@ class OptimizerCost:
         state_per_parameter: Bytes kept per parameter whatever its size (a step counter).
         transient_per_largest: Bytes that a step needs for a moment, per element of the largest parameter.
         transient_per_element: The same, per element of all parameters together.
+        traffic_per_element: Bytes that a step reads and writes, per element.
+        operators_per_parameter: Operators of a step, per parameter.
     """
 
     state_per_element: float = 0.0
     state_per_parameter: float = 0.0
     transient_per_largest: float = 0.0
     transient_per_element: float = 0.0
+    traffic_per_element: float = 0.0
+    operators_per_parameter: float = 0.0
 
 
 def resolve_optimizer(optimizer: Any, device: str) -> tuple[str, Any]:
@@ -81,16 +85,32 @@ def measure_optimizer(make: Any, dtype: torch.dtype) -> OptimizerCost:
     """Run two steps on three small parameters, and on five, and tell apart what grows with what."""
     if make is None:
         return OptimizerCost()
-    state, fixed, peak_three = _two_steps(make, dtype, 3)
-    _, _, peak_five = _two_steps(make, dtype, 5)
-    per_element = max(0.0, (peak_five - peak_three) / 2 / _NUMEL)
-    per_largest = max(0.0, peak_three / _NUMEL - 3 * per_element)
-    return OptimizerCost(state / _NUMEL, fixed, per_largest, per_element)
+    three, five = _two_steps(make, dtype, 3), _two_steps(make, dtype, 5)
+    per_element = max(0.0, (five.peak - three.peak) / 2 / _NUMEL)
+    per_largest = max(0.0, three.peak / _NUMEL - 3 * per_element)
+    return OptimizerCost(
+        state_per_element=three.state / _NUMEL,
+        state_per_parameter=three.fixed,
+        transient_per_largest=per_largest,
+        transient_per_element=per_element,
+        traffic_per_element=five.traffic / 5 / _NUMEL,
+        operators_per_parameter=five.operators / 5,
+    )
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Of one parameter: bytes of element-wise and of other state. Of all: what the second step took beside it."""
+
+    state: int
+    fixed: int
+    peak: int
+    traffic: int
+    operators: int
 
 
 @torch.enable_grad()
-def _two_steps(make: Any, dtype: torch.dtype, count: int) -> tuple[int, int, int]:
-    """Bytes of element-wise state and of other state of one parameter, and what the second step needs beside it."""
+def _two_steps(make: Any, dtype: torch.dtype, count: int) -> _Steps:
     with torch.device("cpu"):
         parameters = [nn.Parameter(torch.zeros(_NUMEL, dtype=dtype)) for _ in range(count)]
         for parameter in parameters:
@@ -102,7 +122,8 @@ def _two_steps(make: Any, dtype: torch.dtype, count: int) -> tuple[int, int, int
         live.take()
         before = live.live
         optimizer.step()
+    peak, _, traffic, operators = live.take()
     state = [value for value in optimizer.state.get(parameters[0], {}).values() if isinstance(value, torch.Tensor)]
     elementwise = sum(value.numel() * value.element_size() for value in state if value.numel() == _NUMEL)
     fixed = sum(value.numel() * value.element_size() for value in state if value.numel() != _NUMEL)
-    return elementwise, fixed, max(0, live.peak - before)
+    return _Steps(elementwise, fixed, max(0, peak - before), traffic, operators)

@@ -13,7 +13,7 @@ from .fake_step import GRADIENT, IGNORED, FakeStep
 from .fits import check_fits
 from .measurement import Comparison, compare
 from .memory import PHASES, Peak
-from .optimizer_cost import OptimizerCost, measure_optimizer, resolve_optimizer
+from .optimizer_cost import measure_optimizer, resolve_optimizer
 from .question import Question, ask
 from .replay import Replay
 from .report import as_dict, as_table
@@ -177,21 +177,22 @@ def answer(question: Question) -> Plan:
     units = blueprint.units(setup.shard_size)
     name, make = resolve_optimizer(question.optimizer, question.device)
     used = {(event.unit, event.flat, event.index) for event in step.events if event.kind == GRADIENT}
-    state, update = _optimizer_bytes(units, blueprint, make, question.rank % setup.shard_size, used)
+    update = _update(units, blueprint, make, question.rank % setup.shard_size, used)
     buffers = sum(unit.tensor_buffer_bytes for unit in units) + blueprint.ignored_buffer_bytes
     ignored = sum(_bytes(spec.parameter) for spec in blueprint.ignored)
     resting = {
         "parameter shards": sum(unit.shard_bytes for unit in units),
-        "optimizer state": state,
+        "optimizer state": update.state_bytes,
         "module buffers": buffers,
         "ignored parameters": ignored,
         "batch": step.input_bytes,
     }
     wires = [spec.parameter.numel() * 4 for spec in blueprint.ignored]
-    replay = Replay(units, setup, step, resting, update, wires).run()
+    work = update.traffic_bytes, update.operators
+    replay = Replay(units, setup, step, resting, update.transient_bytes, work, wires).run()
     return Plan(
         units=tuple(units),
-        resting=_resting(question, units, blueprint, step, used, state, buffers, ignored),
+        resting=_resting(question, units, blueprint, step, used, update.state_bytes, buffers, ignored),
         peaks={phase: replay.memory.peaks[phase] for phase in PHASES if phase in replay.memory.peaks},
         traffic=Traffic(replay.program.calls),
         tasks=tuple(replay.program.tasks),
@@ -228,12 +229,19 @@ def _resting(
     )
 
 
-def _optimizer_bytes(
+@dataclass(frozen=True)
+class _Update:
+    """The optimizer on one rank: bytes kept, bytes for a moment, bytes read and written, operators."""
+
+    state_bytes: int
+    transient_bytes: int
+    traffic_bytes: int
+    operators: int
+
+
+def _update(
     units: list[PlannedUnit], blueprint: Blueprint, make: Any, rank: int, used: set[tuple[int, int, int]]
-) -> tuple[int, int]:
-    """Bytes of state, and what a step needs for a moment, on one rank."""
-    costs: dict[Any, OptimizerCost] = {}
-    state = total = largest = 0.0
+) -> _Update:
     parts = []
     for unit, flat, index in used:
         if unit == IGNORED:
@@ -243,14 +251,16 @@ def _optimizer_bytes(
             planned = units[unit].flats[flat]
             low, high = planned.layout.local_range(index, rank)
             parts.append((planned.dtype, high - low))
+    costs = {dtype: measure_optimizer(make, dtype) for dtype in {dtype for dtype, _ in parts}}
+    state = transient = largest = traffic = operators = 0.0
     for dtype, numel in parts:
-        if dtype not in costs:
-            costs[dtype] = measure_optimizer(make, dtype)
         cost = costs[dtype]
         state += cost.state_per_element * numel + cost.state_per_parameter
-        total += cost.transient_per_element * numel
+        transient += cost.transient_per_element * numel
         largest = max(largest, cost.transient_per_largest * numel)
-    return round(state), round(total + largest)
+        traffic += cost.traffic_per_element * numel
+        operators += cost.operators_per_parameter
+    return _Update(round(state), round(transient + largest), round(traffic), round(operators))
 
 
 def _bytes(tensor: Any) -> int:

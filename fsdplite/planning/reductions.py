@@ -29,8 +29,10 @@ class Reductions:
         self.when_idle = when_idle
         self.in_flight: list[tuple[ReplayedUnit, ReplayedFlat]] = []
 
-    def accumulate(self, flat: ReplayedFlat, index: int, size: int) -> None:
+    def accumulate(self, unit: ReplayedUnit, flat: ReplayedFlat, index: int, size: int) -> None:
         """A gradient of ``size`` bytes is complete."""
+        planned = flat.planned
+        self.program.copy(unit.name, size + size // planned.compute_dtype.itemsize * planned.buffer_dtype.itemsize)
         if not flat.is_taking:
             if flat.is_reducing:
                 self.finish()
@@ -105,6 +107,7 @@ class Reductions:
             memory.add(SHARDS, -summed)  # added to what is there
         else:
             flat.has_result = True
+        self.program.copy(unit.name, 2 * summed)
         flat.is_reducing = False
         if planned.wire_dtype != planned.buffer_dtype:
             memory.add(COPIES, -self._wire_bytes(planned))

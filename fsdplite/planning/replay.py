@@ -36,6 +36,7 @@ class Replay:
         step: What the plain model does in one microbatch.
         resting: Bytes that are there all the time, by kind.
         update_bytes: What the optimizer's step needs for a moment.
+        update_work: Bytes that it reads and writes, and its operators.
         ignored_bytes: Bytes of each ignored parameter's gradient.
 
     Attributes:
@@ -50,6 +51,7 @@ class Replay:
         step: FakeStep,
         resting: dict[str, int],
         update_bytes: int,
+        update_work: tuple[int, int],
         ignored_bytes: list[int],
     ) -> None:
         self.setup = setup
@@ -59,6 +61,7 @@ class Replay:
         self.program = Program(self.memory)
         self._reductions = Reductions(setup, self.memory, self.program, self._prefetch_what_waited)
         self._update_bytes = update_bytes
+        self._update_work = update_work
         self._ignored_bytes = ignored_bytes
         self._ignored_used: dict[int, int] = {}
         self._records: dict[object, list[int]] = {}
@@ -99,9 +102,9 @@ class Replay:
         for position, event in enumerate(self.step.events):
             memory.look(event.peak_bytes)
             self.memory.live = event.live_bytes
-            if event.flops or event.traffic_bytes:
+            if event.operators:
                 name = self._running[-1].name if self._running else ""
-                self.program.compute(name, event.flops, event.traffic_bytes)
+                self.program.compute(name, event.flops, event.traffic_bytes, event.operators)
             if position >= last_gradient >= 0:
                 memory.phase = BACKWARD_END
             elif event.kind in (OPEN, GRADIENT):
@@ -131,7 +134,7 @@ class Replay:
         memory.live = 0
         memory.grow(UPDATE, self._update_bytes)
         memory.add(UPDATE, -self._update_bytes)
-        self.program.update()
+        self.program.update(*self._update_work)
         for flat in self._flats():
             if flat.has_shard:
                 flat.has_shard = False
@@ -201,6 +204,7 @@ class Replay:
         planned = flat.planned
         if not flat.is_unsharded:
             self.memory.grow(FULL, planned.full_bytes)
+        self.program.copy(unit.name, planned.shard_bytes + planned.layout.shard_numel * planned.compute_dtype.itemsize)
         if self.setup.shard_size > 1:
             numel, ranks = planned.layout.padded_numel, self.setup.shard_size
             self.program.send("all_gather", unit.name, numel, planned.compute_dtype, ranks, ("gather", id(flat)))
@@ -304,7 +308,7 @@ class Replay:
     def _gradient(self, unit: ReplayedUnit, event: StepEvent) -> None:
         self._begin_backward()
         self.memory.unit = unit.name
-        self._reductions.accumulate(unit.flats[event.flat], event.index, event.bytes)
+        self._reductions.accumulate(unit, unit.flats[event.flat], event.index, event.bytes)
         self.memory.live = event.live_bytes - event.bytes
         before = len(unit.fired)
         unit.fired.add((event.flat, event.index))

@@ -51,11 +51,11 @@ class Task:
     """One entry of a step's program, in the order in which the host reaches it.
 
     Attributes:
-        kind: ``"compute"``, a collective's kind (it starts), ``"wait"`` (for the collective with that key), or
+        kind: ``"compute"``, ``"copy"`` (the engine's), a collective's kind (it starts), ``"wait"`` (for the collective with that key), or
             ``"update"`` (the optimizer).
         unit, phase: Where.
         bytes: Of the collective's full side; for computation, read and written.
-        flops: Of a computation.
+        flops, operators: Of a computation.
         ranks: Of the collective.
         key: Which collective.
     """
@@ -65,6 +65,7 @@ class Task:
     phase: str
     bytes: int = 0
     flops: int = 0
+    operators: int = 0
     ranks: int = 1
     key: Any = None
 
@@ -126,10 +127,15 @@ class Program:
         """The host, or on CUDA the computation, waits for a collective."""
         self.tasks.append(Task("wait", unit, self._memory.phase, key=key))
 
-    def compute(self, unit: str, flops: int, moved_bytes: int) -> None:
+    def compute(self, unit: str, flops: int, moved_bytes: int, operators: int) -> None:
         """Operators of the model."""
-        self.tasks.append(Task("compute", unit, self._memory.phase, bytes=moved_bytes, flops=flops))
+        work = {"bytes": moved_bytes, "flops": flops, "operators": operators}
+        self.tasks.append(Task("compute", unit, self._memory.phase, **work))
 
-    def update(self) -> None:
+    def copy(self, unit: str, moved_bytes: int) -> None:
+        """The engine copies: into its slot before a gather, a gradient into its buffer, a sum divided."""
+        self.tasks.append(Task("copy", unit, self._memory.phase, bytes=moved_bytes, operators=1))
+
+    def update(self, moved_bytes: int, operators: int) -> None:
         """The optimizer's step."""
-        self.tasks.append(Task("update", "", self._memory.phase))
+        self.tasks.append(Task("update", "", self._memory.phase, bytes=moved_bytes, operators=operators))

@@ -1,0 +1,131 @@
+"""Machines and the links between them, as far as the time of a step depends on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from math import ceil, log, log2, sqrt
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from .prediction import Plan
+
+__all__ = ["Link", "Topology"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects ranks.
+
+    Attributes:
+        bandwidth: Bytes per second that one rank can send, and receive, through it.
+        latency: Seconds for a message to pass it.
+    """
+
+    bandwidth: float
+    latency: float
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0 or self.latency < 0:
+            raise ConfigError("a link has a bandwidth and a latency", expected="> 0 and >= 0", found=repr(self))
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A cluster. The defaults are those of eight H100 a node, each with a 400 Gb/s network card.
+
+    Rates are what is achieved, not what is on the data sheet. Ranks that follow each other share a node.
+
+    Attributes:
+        ranks_per_node: Ranks that share a node.
+        flops: Floating point operations per second of one rank, in the compute dtype.
+        memory_bandwidth: Bytes per second of a rank's own memory.
+        operator_s: Least time of one operator: launching it on a GPU, calling it on a CPU.
+        intra, inter: Links within a node, and of a rank to other nodes.
+        launch_s: Host time to start a collective, which on a CPU the computation pays.
+        scatter_passes: How often a reduce-scatter moves its bytes: once in a ring; twice in gloo, whose is an all-reduce.
+        control_s: Time of the small message at the end of each backward.
+        overlaps: Whether collectives run beside the computation. False: they take its time, as threads on few cores do.
+        straggler: How much slower the slowest rank computes, as a share: all others wait for it.
+        jitter: Standard deviation of a rank's computation between two collectives, as a share; the slowest of N ranks is
+            about sqrt(2 ln N) deviations late.
+    """
+
+    ranks_per_node: int = 8
+    flops: float = 4e14
+    memory_bandwidth: float = 2.5e12
+    operator_s: float = 4e-6
+    intra: Link = Link(3.7e11, 3e-6)
+    inter: Link = Link(5e10, 1e-5)
+    launch_s: float = 2e-5
+    scatter_passes: float = 1.0
+    control_s: float = 2e-4
+    overlaps: bool = True
+    straggler: float = 0.0
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            positive = field.name in ("ranks_per_node", "flops", "memory_bandwidth")
+            if isinstance(value, (int, float)) and (value < 0 or (positive and not value > 0)):
+                raise ConfigError(f"Topology.{field.name} cannot be {value!r}", expected="> 0" if positive else ">= 0")
+
+    def compute_s(self, flops: float, moved_bytes: float, operators: int) -> float:
+        """Time of some operators: arithmetic or memory, whichever takes longer, and no less than their launches."""
+        return max(flops / self.flops, moved_bytes / self.memory_bandwidth, operators * self.operator_s)
+
+    def calibrated(self, plan: Plan, compute_s: float, update_s: float | None = None) -> Topology:
+        """The same links, with rates at which a plan's computation takes as long as it was measured to take.
+
+        Args:
+            plan: Of the model and batch that were measured.
+            compute_s: Measured seconds of forward and backward of the plain model.
+            update_s: Measured seconds of the optimizer's step over the plan's share of the parameters.
+        """
+        found = self
+        updates = [task for task in plan.tasks if task.kind == "update"]
+        if update_s is not None and updates:
+            found = replace(found, memory_bandwidth=sum(task.bytes for task in updates) / update_s)
+        work = [task for task in plan.tasks if task.kind == "compute"]
+        ratio = 1.0
+        for _ in range(50):  # memory's rate stands, so the others are found by going there
+            scaled = replace(found, flops=found.flops * ratio, operator_s=found.operator_s / ratio)
+            predicted = sum(scaled.compute_s(task.flops, task.bytes, task.operators) for task in work)
+            ratio *= predicted / compute_s
+        return scaled
+
+    def slowest(self, ranks: int) -> float:
+        """How much longer the slowest of some ranks takes, as a factor."""
+        return 1 + self.straggler + self.jitter * (sqrt(2 * log(ranks)) if ranks > 1 else 0.0)
+
+    def collective_s(self, kind: str, full_bytes: float, ranks: int, stride: int = 1) -> float:
+        """Time of a collective over a group.
+
+        Every byte of the full side enters each node once, through the cards of the group's ranks there, and each rank once,
+        within the node; an all-reduce does both twice. Latency is that of a ring within a node and, between nodes, of a ring
+        or a tree, whichever is shorter.
+
+        Args:
+            kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
+            full_bytes: Of the full side.
+            ranks: Members of the group.
+            stride: Distance between them: 1 for neighbours, the number of shards for replicas.
+        """
+        if ranks < 2:
+            return 0.0
+        in_node = min(ranks, max(1, self.ranks_per_node // stride))
+        nodes = ceil(ranks / in_node)
+        seconds = self.launch_s
+        if in_node > 1:
+            within = full_bytes * (ranks - 1) / ranks / self.intra.bandwidth
+            hops = (in_node - 1) * self.intra.latency
+        else:
+            within = hops = 0.0
+        between = 0.0
+        if nodes > 1:
+            between = full_bytes * (nodes - 1) / nodes / (in_node * self.inter.bandwidth)
+            hops += min(nodes - 1, 2 * ceil(log2(nodes))) * self.inter.latency
+        passes = {"all_reduce": 2.0, "reduce_scatter": self.scatter_passes}.get(kind, 1.0)
+        return seconds + passes * (max(within, between) + hops)
