@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 __all__ = ["Event", "Trace", "active"]
@@ -28,6 +29,10 @@ _STORY = {
     "reduced": "{unit}: gradient shard of {mib} is final",
     "check": "all ranks agree on the order of units",
     "backward_stop": "backward is over, everything rests",
+    "save": "this rank begins to write {mib} of a checkpoint",
+    "written": "{mib} of the checkpoint written",
+    "load": "this rank begins to read {mib} of a checkpoint",
+    "read": "{mib} of the checkpoint read",
 }
 
 
@@ -51,14 +56,22 @@ class Event:
 
 
 class Trace:
-    """The recorded events: readable as a story (``print``) and as JSON lines (:meth:`to_jsonl`)."""
+    """The recorded events: readable as a story (``print``) and as JSON lines (:meth:`to_jsonl`).
 
-    def __init__(self) -> None:
+    Args:
+        on_event: Called with each event as it happens, in the thread in which it does.
+    """
+
+    def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
         self.events: list[Event] = []
+        self._on_event = on_event
         self._start = time.perf_counter()
 
     def emit(self, kind: str, unit: str, num_bytes: int = 0, elements: int = 0) -> None:
-        self.events.append(Event(kind, unit, num_bytes, (time.perf_counter() - self._start) * 1e3, elements))
+        event = Event(kind, unit, num_bytes, (time.perf_counter() - self._start) * 1e3, elements)
+        self.events.append(event)
+        if self._on_event is not None:
+            self._on_event(event)
 
     def to_jsonl(self) -> str:
         """One JSON object per line."""
@@ -83,3 +96,10 @@ def format_bytes(count: int) -> str:
 
 
 active: Trace | None = None
+
+
+def emit(kind: str, num_bytes: int) -> None:
+    """For events of no unit, from any thread: a trace may end while a background save goes on."""
+    trace = active
+    if trace is not None:
+        trace.emit(kind, "", num_bytes)

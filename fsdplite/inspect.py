@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from . import events as tracing
 from .errors import FSDPError
 from .flat_param import FlatParameter
 from .fsdp_unit import state_of
-from .events import Trace
+from .events import Event, Trace
 
 __all__ = ["UnitInfo", "rest_report", "trace", "units"]
 
@@ -78,8 +78,12 @@ def rest_report(model: nn.Module) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def trace(model: nn.Module) -> Iterator[Trace]:
-    """Record every event of the engine inside the block, in order.
+def trace(model: nn.Module, on_event: Callable[[Event], None] | None = None) -> Iterator[Trace]:
+    """Record every event of the engine inside the block, in order; also those of saves and loads.
+
+    Args:
+        model: Wrapped, or containing wrapped modules.
+        on_event: Called with each event as it happens: for progress bars. A background save calls it in its thread.
 
     Yields:
         A :class:`~fsdplite.events.Trace`: ``print(trace)`` tells the story, ``trace.to_jsonl()`` gives JSON lines,
@@ -88,7 +92,7 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     units(model)  # an error here, rather than an empty story
     if tracing.active is not None:
         raise FSDPError("a trace is being recorded already", cure="record one at a time")
-    tracing.active = Trace()
+    tracing.active = Trace(on_event)
     try:
         yield tracing.active
     finally:

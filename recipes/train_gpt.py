@@ -13,6 +13,7 @@ Every rank count and stage sees the same global batches, so their losses can be 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import math
@@ -32,6 +33,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import fsdplite as fsdp
+from fsdplite.events import Event
 
 # ------------------------------------------------------------------------------------------------------------- config
 
@@ -47,26 +49,17 @@ class Size:
     heads: int
 
 
-SIZES = {
-    "tiny": Size(layers=2, width=32, heads=2),
-    "small": Size(layers=4, width=128, heads=4),
-    "medium": Size(layers=8, width=384, heads=6),
-    "large": Size(layers=12, width=768, heads=12),
-}
+SIZES = {"tiny": Size(2, 32, 2), "small": Size(4, 128, 4), "medium": Size(8, 384, 6), "large": Size(12, 768, 12)}
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Train a byte-level GPT on the standard library's sources, sharded.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--size", choices=SIZES, default="small", help="model size")
     add("--block", type=int, default=128, help="bytes of context")
     add("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="compute dtype; the optimizer always sees fp32")
-    add("--policy", choices=("block", "linear", "whole"), default="block",
-        help="what becomes a unit: each block; each block and each Linear; only the model")
+    add("--policy", choices=("block", "linear", "whole"), default="block", help="units: blocks; Linears too; the model")
     add("--steps", type=int, default=400, help="optimizer steps")
     add("--batch", type=int, default=16, help="rows in one step, over all ranks")
     add("--accumulation", type=int, default=1, help="backward passes that a step is split into")
@@ -85,8 +78,7 @@ def options() -> argparse.Namespace:
     least = {"block": 1, "steps": 1, "batch": 1, "accumulation": 1, "interval": 1, "lr_steps": 0, "save_every": 0}
     for name, minimum in least.items():
         if getattr(args, name) < minimum:
-            option = name.replace("_", "-")
-            parser.error(f"--{option}: expected at least {minimum}, found {getattr(args, name)}")
+            parser.error(f"--{name.replace('_', '-')}: expected at least {minimum}, found {getattr(args, name)}")
     if (args.resume or args.save_every) and not args.save:
         parser.error("--resume and --save-every: expected --save DIR beside them")
     return args
@@ -195,7 +187,6 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight  # tied: stored, gathered and updated once
-
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
@@ -258,32 +249,41 @@ def peak_bytes(device: torch.device) -> int:
 class Report:
     """What rank 0 says: a live bar on a terminal, one line per interval elsewhere, JSON lines for programs."""
 
-    def __init__(self, first: int, steps: int, speaks: bool, as_json: bool) -> None:
+    def __init__(self, steps: int, speaks: bool, as_json: bool) -> None:
         self.speaks, self.as_json = speaks, as_json
         self.live = None
         if speaks and not as_json and sys.stdout.isatty():
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-            self.live = Progress(
-                MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}"), TimeElapsedColumn()
-            )
-            self.task = self.live.add_task("starting", completed=first, total=steps)
+            self.live = Progress(MofNCompleteColumn(), BarColumn(20), "{task.description}", TimeElapsedColumn())
+            self.task = self.live.add_task("starting", total=steps)
+            self.megabytes = self.live.add_task("", total=None, visible=False)
             self.live.start()
 
     def say(self, event: str, text: str, **fields: object) -> None:
         """One event: `fields` for a program, `text` for a person."""
-        if not self.speaks:
-            return
-        if self.as_json:
+        if self.speaks and self.as_json:
             print(json.dumps({"event": event, **fields}), flush=True)
         elif self.live is not None:
             self.live.console.print(text, highlight=False, markup=False)
-        else:
+        elif self.speaks:
             print(text, flush=True)
 
-    def advance(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
-        if self.live is not None:
-            self.live.update(self.task, advance=1, description=f"loss {loss:.3f}  norm {norm:.2f}")
+    def advance(self, steps: int, text: str, *values: torch.Tensor) -> None:
+        if self.live is not None:  # without a bar no value has to leave its device
+            self.live.update(self.task, advance=steps, description=text.format(*values))
+
+    def bytes_of(self, what: str, model: nn.Module) -> contextlib.AbstractContextManager:
+        """A second bar while a checkpoint is written or read: the engine's events tell how far rank 0's part is."""
+        if self.live is None:
+            return contextlib.nullcontext()
+
+        def listen(event: Event) -> None:
+            if event.kind in ("save", "load"):
+                self.live.reset(self.megabytes, total=event.bytes / 1e6, description=what, visible=True)
+            elif event.kind in ("written", "read"):
+                self.live.advance(self.megabytes, event.bytes / 1e6)
+        return fsdp.trace(model, on_event=listen)
 
     def close(self) -> None:
         if self.live is not None:
@@ -340,8 +340,7 @@ def evaluate(model: nn.Module, batches: Batches, count: int = 4) -> float:
 def main() -> None:
     args = options()
     device = fsdp.init_distributed()
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if args.batch % (world_size * args.accumulation):
         ways = f"{world_size} ranks x {args.accumulation} microbatches"
         raise SystemExit(f"--batch: expected a multiple of {ways}, found {args.batch}")
@@ -373,12 +372,14 @@ def main() -> None:
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
 
-    first = resume(args, model, optimizer) if args.resume else 0
+    report = Report(args.steps, speaks=rank == 0, as_json=args.json)
+    with report.bytes_of("MB loaded", model):
+        first = resume(args, model, optimizer) if args.resume else 0
     args.lr_steps = args.lr_steps or args.steps
     if first >= args.steps:
+        report.close()
         raise SystemExit(f"--steps: expected more than the {first} that {args.save} has behind it, found {args.steps}")
-
-    report = Report(first, args.steps, speaks=rank == 0, as_json=args.json)
+    report.advance(first, "starting")
     report.say(
         "start",
         f"{args.size} GPT, {parameters:,} parameters, stage {args.stage}, {args.precision}, "
@@ -412,7 +413,7 @@ def main() -> None:
         if step == first + 1 or (last and not rest_bytes):  # by now the optimizer has its state
             del tokens, targets, loss
             rest_bytes = live_tensor_bytes(device) - before_bytes
-        report.advance(step_loss, norm)
+        report.advance(1, "loss {:.3f}  norm {:.2f}", step_loss, norm)
         if (step + 1) % args.interval == 0 or last:
             tokens_per_s = interval_tokens / (time.perf_counter() - interval_started)
             train_loss, held_out_loss = mean_over_ranks(step_loss), evaluate(model, held_out_batches)
@@ -425,7 +426,8 @@ def main() -> None:
                 lr=learning_rate(step, args), tokens_per_s=tokens_per_s, rest_bytes=rest_bytes, peak_bytes=peak,
             )
         if args.save and (last or (args.save_every and (step + 1) % args.save_every == 0)):
-            save(args, model, optimizer, step + 1)
+            with report.bytes_of("MB saved", model):
+                save(args, model, optimizer, step + 1)
             report.say("saved", f"saved step {step + 1} in {args.save}", step=step + 1, path=args.save)
         if step == first or (step + 1) % args.interval == 0:  # the first step also loads and allocates: not timed
             interval_started, interval_tokens = time.perf_counter(), 0

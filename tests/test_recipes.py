@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -11,6 +12,8 @@ from types import ModuleType
 
 import pytest
 import torch
+
+import fsdplite as fsdp
 
 from .recipe_module import recipe  # noqa: F401
 
@@ -106,6 +109,39 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
     for name in ("step", "loss", "held_out_loss", "grad_norm", "lr"):  # bit for bit
         assert [e[name] for e in steps] == [e[name] for e in straight if e["event"] == "step"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-8"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_shows_how_far_saves_and_loads_are(
+    recipe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(300, 400, bias=False)
+    fsdp.fsdp_wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 300)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    report = recipe.Report(10, speaks=True, as_json=False)
+    for what in ("MB saved", "MB loaded"):
+        with report.bytes_of(what, model):
+            if what == "MB saved":
+                fsdp.save_checkpoint(tmp_path, model, optimizer, step=1)
+            else:
+                fsdp.load_checkpoint(tmp_path, model, optimizer)
+        steps, megabytes = report.live.tasks
+        assert steps.completed == 0 and megabytes.visible and megabytes.description == what
+        # fp32 and two moments
+        assert megabytes.total == pytest.approx(3 * 4 * 300 * 400 / 1e6) and megabytes.finished
+    report.close()
+    for speaks, as_json in ((True, True), (False, False)):
+        quiet = recipe.Report(10, speaks=speaks, as_json=as_json)
+        with quiet.bytes_of("MB loaded", model):
+            assert quiet.live is None
 
 
 @pytest.mark.slow

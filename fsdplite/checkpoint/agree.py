@@ -224,7 +224,7 @@ class Agreement:
 
     # ------------------------------------------------------------------ failing together
 
-    def advance(self, count: int = 1) -> None:
+    def advance(self) -> None:
         """Say that work goes on, and hear whether it is still wanted."""
         self._progress += 1
         self.poll()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from .. import events
 from ..errors import CheckpointError, FSDPError
 from . import model_state
 from .agree import Agreement
@@ -179,6 +180,8 @@ class Reading:
 
     def _read(self, requests: dict[int, list[list[Request]]]) -> None:
         """File by file, begun at a place that depends on the rank, so that not all ranks read the same one first."""
+        every = (request for rounds in requests.values() for wanted in rounds for request in wanted)
+        events.emit("load", sum(request.high - request.low for request in every))
         buffer = memoryview(bytearray(BUFFER_BYTES))
         numbers = sorted(requests)
         start = self.agreement.world.index * len(numbers) // self.agreement.world.size if numbers else 0
@@ -192,6 +195,7 @@ class Reading:
         def take(offset: int, view: memoryview) -> None:
             request.take(offset, view)
             self.agreement.advance()
+            events.emit("read", len(view))
 
         return Request(request.name, request.low, request.high, take)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from .. import events
 from ..errors import CheckpointError, ConfigError
 from . import background as background_saves
 from . import catalog, snapshot
@@ -236,7 +237,8 @@ class _Save:
         agreement.phase = "write"
         agreement.path = path = os.path.join(staging, rank_file(self._world.index, self._world.size))
         try:
-            return write_rank_file(self._fs, path, self._parts, agreement.advance)
+            events.emit("save", sum(part.data.numel() * ITEMSIZE[part.dtype] for part in self._parts))
+            return write_rank_file(self._fs, path, self._parts, self._advance)
         except FileNotFoundError as problem:
             agreement.poll(now=True)  # if another rank has failed the directory is gone for that reason
             raise CheckpointError(
@@ -247,6 +249,10 @@ class _Save:
                 errno=problem.errno,
                 cure="the root must be one directory on a file system that all ranks share",
             ) from problem
+
+    def _advance(self, count: int) -> None:
+        self._agreement.advance()
+        events.emit("written", count)
 
     def _check_files(self, staging: str, manifest: Manifest, written: list[Written]) -> list[FileRecord]:
         """Every rank has written what the manifest will say it has, and it is here."""
