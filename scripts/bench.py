@@ -6,6 +6,8 @@
     scripts/bench.py engine --case host --rounds 100
     scripts/bench.py engine --markdown             the tables of the README
     scripts/bench.py engine --json found.json      everything that was measured, every step
+    scripts/bench.py checkpoint                    1 GB saved and loaded, about five minutes and 4 GB of files
+    scripts/bench.py checkpoint --quick --path /mnt/nvme0
 
 Contenders run interleaved, in the same processes, and ratios are taken between steps of the same round: another
 program on the machine slows all of them down. Milliseconds are worth less than ratios.
@@ -33,6 +35,7 @@ def at_least_two(text: str) -> int:
 
 
 def options() -> argparse.Namespace:
+    from checkpoint_bench import command as checkpoint_command
     from engine_bench.models import CASES
 
     parser = argparse.ArgumentParser(
@@ -48,6 +51,7 @@ def options() -> argparse.Namespace:
     add("--measure", nargs="+", choices=("timing", "memory"), default=["timing", "memory"], help="which passes")
     add("--markdown", action="store_true", help="print Markdown instead of tables")
     add("--json", type=Path, metavar="PATH", help="also write everything that was measured")
+    checkpoint_command.add_parser(topics)
     return parser.parse_args()
 
 
@@ -80,14 +84,23 @@ def main() -> int:
     from engine_bench.report import as_markdown, print_tables
 
     try:
-        found = run_engine(args)
+        if args.topic == "checkpoint":
+            from checkpoint_bench import command, report
+
+            found = command.run(args)
+            made = report.tables(found)
+        else:
+            from engine_bench.report import tables
+
+            found = run_engine(args)
+            made = tables(found)
     except PassFailed as failure:
         print(f"scripts/bench.py: {failure}", file=sys.stderr)
         return 1
     if args.markdown:
-        print(as_markdown(found))
+        print(as_markdown(found, made))
     else:
-        print_tables(found)
+        print_tables(found, made)
     return 0
 
 

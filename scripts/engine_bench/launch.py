@@ -20,7 +20,16 @@ class PassFailed(RuntimeError):
 
 
 def run_pass(case: str, measure: str, world_size: int, rounds: int, quick: bool, timeout_s: float) -> Any:
-    """The JSON value that rank 0 of a pass writes.
+    """One pass over one case of the engine benchmark."""
+    arguments = ["--case", case, "--measure", measure, "--rounds", str(rounds), *(["--quick"] if quick else [])]
+    return run_ranks("engine_bench.worker", arguments, world_size, f"{measure} of case '{case}'", timeout_s)
+
+
+def run_ranks(module: str, arguments: list[str], world_size: int, what: str, timeout_s: float) -> Any:
+    """Run a module on so many ranks, with ``--rank``, ``--rendezvous`` and ``--output`` after its arguments.
+
+    Returns:
+        The JSON value that its rank 0 writes to the output.
 
     Raises:
         PassFailed: With what the failing rank printed last.
@@ -33,17 +42,16 @@ def run_pass(case: str, measure: str, world_size: int, rounds: int, quick: bool,
         environment.pop(name, None)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "found.json"
-        command = [sys.executable, "-m", "engine_bench.worker", "--case", case, "--measure", measure]
-        command += ["--rounds", str(rounds), "--rendezvous", str(Path(folder) / "rendezvous"), "--output", str(output)]
-        command += ["--quick"] if quick else []
+        command = [sys.executable, "-m", module, *arguments]
+        command += ["--rendezvous", str(Path(folder) / "rendezvous"), "--output", str(output)]
         logs = [Path(folder) / f"rank-{rank}.txt" for rank in range(world_size)]
         ranks = []
         for rank, log in enumerate(logs):
             with log.open("wb") as stream:
-                arguments = [*command, "--rank", str(rank)]
-                ranks.append(subprocess.Popen(arguments, env=environment, stdout=stream, stderr=subprocess.STDOUT))
+                numbered = [*command, "--rank", str(rank)]
+                ranks.append(subprocess.Popen(numbered, env=environment, stdout=stream, stderr=subprocess.STDOUT))
         try:
-            _wait(ranks, logs, f"{measure} of case '{case}'", timeout_s)
+            _wait(ranks, logs, what, timeout_s)
         finally:
             for process in ranks:
                 process.kill()

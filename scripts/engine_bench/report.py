@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import sys
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -132,24 +133,24 @@ def machine_line(found: dict[str, Any]) -> str:
     )
 
 
-def as_markdown(found: dict[str, Any]) -> str:
+def as_markdown(found: dict[str, Any], made: list[Table]) -> str:
     """The tables as the README shows them, with the command, the machine and the date."""
     parts = [f"`{found['command']}` on {machine_line(found)}."]
-    for table in tables(found):
+    for table in made:
         lines = ["| " + " | ".join(table.headings) + " |", "|" + "---|" * len(table.headings)]
         lines += ["| " + " | ".join(cell.replace("\n", "<br>") for cell in row) + " |" for row in table.rows]
         parts += [f"{table.title}:", "\n".join(lines), *([table.note] if table.note else [])]
     return "\n\n".join(parts)
 
 
-def print_tables(found: dict[str, Any]) -> None:
+def print_tables(found: dict[str, Any], made: list[Table]) -> None:
     """The tables on the terminal."""
     from rich.console import Console
     from rich.table import Table as RichTable
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     console.print(machine_line(found), markup=False)
-    for table in tables(found):
+    for table in made:
         drawn = RichTable(box=None, pad_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
         for heading in table.headings:
             drawn.add_column(heading, no_wrap=heading != "collectives")
