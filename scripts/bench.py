@@ -8,6 +8,8 @@
     scripts/bench.py engine --json found.json      everything that was measured, every step
     scripts/bench.py checkpoint                    1 GB saved and loaded, about five minutes and 4 GB of files
     scripts/bench.py checkpoint --quick --path /mnt/nvme0
+    scripts/bench.py plan                          simulated beside real steps, about two minutes
+    scripts/bench.py plan --published              simulated beside published throughput, about a minute
 
 Contenders run interleaved, in the same processes, and ratios are taken between steps of the same round: another
 program on the machine slows all of them down. Milliseconds are worth less than ratios.
@@ -36,6 +38,7 @@ def at_least_two(text: str) -> int:
 
 def options() -> argparse.Namespace:
     from checkpoint_bench import command as checkpoint_command
+    from plan_bench import command as plan_command
     from engine_bench.models import CASES
 
     parser = argparse.ArgumentParser(
@@ -52,6 +55,7 @@ def options() -> argparse.Namespace:
     add("--markdown", action="store_true", help="print Markdown instead of tables")
     add("--json", type=Path, metavar="PATH", help="also write everything that was measured")
     checkpoint_command.add_parser(topics)
+    plan_command.add_parser(topics)
     return parser.parse_args()
 
 
@@ -84,6 +88,10 @@ def main() -> int:
     from engine_bench.report import as_markdown, print_tables
 
     try:
+        if args.topic == "plan":
+            from plan_bench import command
+
+            return command.run(args)
         if args.topic == "checkpoint":
             from checkpoint_bench import command, report
 

@@ -39,7 +39,7 @@ class Reductions:
             flat.is_taking = True
         if index in flat.filled:
             if index in flat.waiting or not flat.is_allocated:
-                self._take_waiting(flat)
+                self._take_waiting(unit, flat)
             return
         flat.filled.add(index)
         numel = flat.waiting_numel + size // flat.planned.compute_dtype.itemsize
@@ -49,13 +49,17 @@ class Reductions:
             self.memory.add(BUFFERS, size)  # it was alive anyway: no moment of its own
             return
         if not flat.is_allocated:
-            self._take_waiting(flat)
+            self._take_waiting(unit, flat)
 
-    def _take_waiting(self, flat: ReplayedFlat) -> None:
+    def _grow(self, kind: str, unit: ReplayedUnit, count: int) -> None:
+        self.memory.grow(kind, count)
+        self.program.allocate(unit.name, count)
+
+    def _take_waiting(self, unit: ReplayedUnit, flat: ReplayedFlat) -> None:
         if not flat.is_allocated:
             if self.setup.stage.shards_gradients and self.setup.on_cpu:
                 self.finish()
-            self.memory.grow(BUFFERS, flat.planned.buffer_bytes)
+            self._grow(BUFFERS, unit, flat.planned.buffer_bytes)
             flat.is_allocated = True
         self.memory.add(BUFFERS, -sum(flat.waiting.values()))
         flat.waiting.clear()
@@ -64,16 +68,16 @@ class Reductions:
     def start(self, unit: ReplayedUnit, flat: ReplayedFlat) -> None:
         """Send the buffer."""
         setup, planned = self.setup, flat.planned
-        self._take_waiting(flat)
+        self._take_waiting(unit, flat)
         flat.filled.clear()
         flat.is_taking = False
         flat.is_reducing = True
         if planned.wire_dtype != planned.buffer_dtype:
-            self.memory.grow(COPIES, self._wire_bytes(planned))
-        self.memory.grow(SHARDS, planned.layout.shard_numel * planned.wire_dtype.itemsize)
+            self._grow(COPIES, unit, self._wire_bytes(planned))
+        self._grow(SHARDS, unit, planned.layout.shard_numel * planned.wire_dtype.itemsize)
         if setup.shard_size > 1:
             if setup.transport_copies:
-                self.memory.grow(COPIES, self._wire_bytes(planned))
+                self._grow(COPIES, unit, self._wire_bytes(planned))
             numel, ranks = planned.layout.padded_numel, setup.shard_size
             self.program.send("reduce_scatter", unit.name, numel, planned.wire_dtype, ranks, ("reduce", id(flat)))
         elif setup.replicate_size > 1:

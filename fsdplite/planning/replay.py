@@ -204,6 +204,7 @@ class Replay:
         planned = flat.planned
         if not flat.is_unsharded:
             self.memory.grow(FULL, planned.full_bytes)
+            self.program.allocate(unit.name, planned.full_bytes)
         self.program.copy(unit.name, planned.shard_bytes + planned.layout.shard_numel * planned.compute_dtype.itemsize)
         if self.setup.shard_size > 1:
             numel, ranks = planned.layout.padded_numel, self.setup.shard_size

@@ -158,6 +158,8 @@ class _Clock:
         if task.kind in ("compute", "copy", "update"):
             seconds = self.slowest * topology.compute_s(task.flops, task.bytes, task.operators)
             self._compute(task, seconds)
+        elif task.kind == "allocate":
+            self._compute(task, task.bytes / topology.first_touch)
         elif task.kind == "control":
             self._compute(task, topology.control_s)
         elif task.kind == "wait":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from math import ceil, log, log2, sqrt
+from math import ceil, inf, log, log2, sqrt
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
@@ -41,6 +41,8 @@ class Topology:
         ranks_per_node: Ranks that share a node.
         flops: Floating point operations per second of one rank, in the compute dtype.
         memory_bandwidth: Bytes per second of a rank's own memory.
+        first_touch: Bytes per second at which memory is got from the operating system, where engine buffers come from
+            there: on a CPU. Infinite where an allocator keeps them.
         operator_s: Least time of one operator: launching it on a GPU, calling it on a CPU.
         intra, inter: Links within a node, and of a rank to other nodes.
         launch_s: Host time to start a collective, which on a CPU the computation pays.
@@ -55,6 +57,7 @@ class Topology:
     ranks_per_node: int = 8
     flops: float = 4e14
     memory_bandwidth: float = 2.5e12
+    first_touch: float = inf
     operator_s: float = 4e-6
     intra: Link = Link(3.7e11, 3e-6)
     inter: Link = Link(5e10, 1e-5)
@@ -68,7 +71,7 @@ class Topology:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            positive = field.name in ("ranks_per_node", "flops", "memory_bandwidth")
+            positive = field.name in ("ranks_per_node", "flops", "memory_bandwidth", "first_touch")
             if isinstance(value, (int, float)) and (value < 0 or (positive and not value > 0)):
                 raise ConfigError(f"Topology.{field.name} cannot be {value!r}", expected="> 0" if positive else ">= 0")
 
@@ -78,6 +81,8 @@ class Topology:
 
     def calibrated(self, plan: Plan, compute_s: float, update_s: float | None = None) -> Topology:
         """The same links, with rates at which a plan's computation takes as long as it was measured to take.
+
+        ``flops`` and ``operator_s`` keep their proportion; ``memory_bandwidth`` follows from the optimizer's step alone.
 
         Args:
             plan: Of the model and batch that were measured.

@@ -51,7 +51,7 @@ class Task:
     """One entry of a step's program, in the order in which the host reaches it.
 
     Attributes:
-        kind: ``"compute"``, ``"copy"`` (the engine's), a collective's kind (it starts), ``"wait"`` (for the collective with that key), or
+        kind: ``"compute"``, ``"copy"`` and ``"allocate"`` (the engine's), a collective's kind (it starts), ``"wait"`` (for the collective with that key), or
             ``"update"`` (the optimizer).
         unit, phase: Where.
         bytes: Of the collective's full side; for computation, read and written.
@@ -135,6 +135,10 @@ class Program:
     def copy(self, unit: str, moved_bytes: int) -> None:
         """The engine copies: into its slot before a gather, a gradient into its buffer, a sum divided."""
         self.tasks.append(Task("copy", unit, self._memory.phase, bytes=moved_bytes, operators=1))
+
+    def allocate(self, unit: str, count: int) -> None:
+        """The engine allocates a buffer."""
+        self.tasks.append(Task("allocate", unit, self._memory.phase, bytes=count))
 
     def update(self, moved_bytes: int, operators: int) -> None:
         """The optimizer's step."""
