@@ -1,7 +1,8 @@
 """``fsdp.simulate``: a step in time, from a plan and a topology.
 
-The plan's program is walked in the host's order. Computation runs on one lane; collectives of the shard group queue on a
-second, those of the replicas on a third. A wait holds the computation until its collective is over: that time is exposed.
+The plan's program is walked in the host's order. Computation runs on one lane; collectives of the shard group queue on
+a second, those of the replicas on a third. A wait holds the computation until its collective is over: that time is
+exposed.
 """
 
 from __future__ import annotations

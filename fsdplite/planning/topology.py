@@ -46,12 +46,12 @@ class Topology:
         operator_s: Least time of one operator: launching it on a GPU, calling it on a CPU.
         intra, inter: Links within a node, and of a rank to other nodes.
         launch_s: Host time to start a collective, which on a CPU the computation pays.
-        scatter_passes: How often a reduce-scatter moves its bytes: once in a ring; twice in gloo, whose is an all-reduce.
+        scatter_passes: How often a reduce-scatter moves its bytes: once in a ring, twice in gloo (an all-reduce).
         control_s: Time of the small message at the end of each backward.
         overlaps: Whether collectives run beside the computation. False: they take its time, as threads on few cores do.
         straggler: How much slower the slowest rank computes, as a share: all others wait for it.
-        jitter: Standard deviation of a rank's computation between two collectives, as a share; the slowest of N ranks is
-            about sqrt(2 ln N) deviations late.
+        jitter: Standard deviation of a rank's computation between two collectives, as a share; the slowest of N ranks
+            is about sqrt(2 ln N) deviations late.
     """
 
     ranks_per_node: int = 8
@@ -82,7 +82,7 @@ class Topology:
     def calibrated(self, plan: Plan, compute_s: float, update_s: float | None = None) -> Topology:
         """The same links, with rates at which a plan's computation takes as long as it was measured to take.
 
-        ``flops`` and ``operator_s`` keep their proportion; ``memory_bandwidth`` follows from the optimizer's step alone.
+        ``flops`` and ``operator_s`` keep their proportion; ``memory_bandwidth`` follows from the optimizer's step.
 
         Args:
             plan: Of the model and batch that were measured.
@@ -108,9 +108,9 @@ class Topology:
     def collective_s(self, kind: str, full_bytes: float, ranks: int, stride: int = 1) -> float:
         """Time of a collective over a group.
 
-        Every byte of the full side enters each node once, through the cards of the group's ranks there, and each rank once,
-        within the node; an all-reduce does both twice. Latency is that of a ring within a node and, between nodes, of a ring
-        or a tree, whichever is shorter.
+        Every byte of the full side enters each node once, through the cards of the group's ranks there, and each rank
+        once, within the node; an all-reduce does both twice. Latency is that of a ring within a node and, between nodes,
+        of a ring or a tree, whichever is shorter.
 
         Args:
             kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.

@@ -51,8 +51,8 @@ class Task:
     """One entry of a step's program, in the order in which the host reaches it.
 
     Attributes:
-        kind: ``"compute"``, ``"copy"`` and ``"allocate"`` (the engine's), a collective's kind (it starts), ``"wait"`` (for the collective with that key), or
-            ``"update"`` (the optimizer).
+        kind: ``"compute"``, ``"copy"`` and ``"allocate"`` (the engine's), a collective's kind (it starts), ``"wait"``
+            (for the collective with that key), or ``"update"`` (the optimizer).
         unit, phase: Where.
         bytes: Of the collective's full side; for computation, read and written.
         flops, operators: Of a computation.

@@ -1,8 +1,8 @@
 """Published throughput of fully sharded runs, and what is simulated for them.
 
 In each family one run sets the achieved arithmetic rate; the others are predicted with that rate and nothing else. What
-the sources leave out is assumed: sequences of 8,192 (torchtitan) and 4,096 (fms-fsdp) tokens, one and two of them a step, no
-recomputation for 7B and 8B and by block for all larger models, FSDP over all ranks, 400 Gb/s a GPU beside H100 and
+the sources leave out is assumed: sequences of 8,192 (torchtitan) and 4,096 (fms-fsdp) tokens, one and two of them a step,
+no recomputation for 7B and 8B and by block for all larger models, FSDP over all ranks, 400 Gb/s a GPU beside H100 and
 200 Gb/s beside A100.
 """
 
@@ -48,8 +48,10 @@ FAMILIES: dict[str, tuple[fsdp.Topology, list[Run]]] = {
     ),
     "fms-fsdp, FSDP1 and compile, A100": (
         A100,
-        [Run("7B on 128", LLAMA2_7B, 128, 4550, False, 2, 4096), Run("13B on 128", LLAMA2_13B, 128, 2150, True, 2, 4096),
-         Run("34B on 128", LLAMA2_34B, 128, 820, True, 2, 4096), Run("70B on 128", LLAMA2_70B, 128, 410, True, 2, 4096)],
+        [Run("7B on 128", LLAMA2_7B, 128, 4550, False, 2, 4096),
+         Run("13B on 128", LLAMA2_13B, 128, 2150, True, 2, 4096),
+         Run("34B on 128", LLAMA2_34B, 128, 820, True, 2, 4096),
+         Run("70B on 128", LLAMA2_70B, 128, 410, True, 2, 4096)],
     ),
     "fms-fsdp, FSDP1 and compile, H100": (
         H100,

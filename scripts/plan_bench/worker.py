@@ -95,10 +95,16 @@ def main() -> None:
                 rows.append({"model": name, "wrapping": wrapping, "measured_ms": 1e3 * seconds,
                              "predicted_ms": 1e3 * timeline.step_s,
                              "communication_ms": 1e3 * timeline.communication_s})  # fmt: skip
-        found = {"rows": rows, "links": links, "intra_bytes_per_s": topology.intra.bandwidth,
-                 "launch_s": topology.launch_s, "first_touch_bytes_per_s": topology.first_touch, "scatter_passes": topology.scatter_passes,
-                 "plain_ms": {name: 1e3 * statistics.median(measured[name]["plain"]) for name in args.model},
-                 "update_ms": {name: 1e3 * statistics.median(measured[name]["update"]) for name in args.model}}  # fmt: skip
+        found = {
+            "rows": rows,
+            "links": links,
+            "intra_bytes_per_s": topology.intra.bandwidth,
+            "launch_s": topology.launch_s,
+            "first_touch_bytes_per_s": topology.first_touch,
+            "scatter_passes": topology.scatter_passes,
+        }
+        for kind in ("plain", "update"):
+            found[f"{kind}_ms"] = {name: 1e3 * statistics.median(measured[name][kind]) for name in args.model}
         args.output.write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
