@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Benchmarks. `engine` compares fsdplite with fully_shard, FullyShardedDataParallel and DDP on the CPU over gloo.
+"""Benchmarks. `engine` compares fsdplite with fully_shard, FullyShardedDataParallel and DDP on the CPU over gloo;
+`offload` compares a step whose optimizer state is in files with what the disk and the update need alone.
 
     scripts/bench.py engine                        all cases, about five minutes on two idle cores
     scripts/bench.py engine --quick                about one minute
     scripts/bench.py engine --case host --rounds 100
     scripts/bench.py engine --markdown             the tables of the README
     scripts/bench.py engine --json found.json      everything that was measured, every step
+    scripts/bench.py offload --path /mnt/nvme0     on that disk; about a minute; 16 bytes of disk a parameter
     scripts/bench.py checkpoint                    1 GB saved and loaded, about five minutes and 4 GB of files
     scripts/bench.py checkpoint --quick --path /mnt/nvme0
     scripts/bench.py plan                          simulated beside real steps, about two minutes
@@ -38,6 +40,7 @@ def at_least_two(text: str) -> int:
 
 def options() -> argparse.Namespace:
     from checkpoint_bench import command as checkpoint_command
+    from offload_bench import command as offload_command
     from plan_bench import command as plan_command
     from engine_bench.models import CASES
 
@@ -55,6 +58,7 @@ def options() -> argparse.Namespace:
     add("--markdown", action="store_true", help="print Markdown instead of tables")
     add("--json", type=Path, metavar="PATH", help="also write everything that was measured")
     checkpoint_command.add_parser(topics)
+    offload_command.add_parser(topics)
     plan_command.add_parser(topics)
     return parser.parse_args()
 
@@ -90,6 +94,10 @@ def main() -> int:
     try:
         if args.topic == "plan":
             from plan_bench import command
+
+            return command.run(args)
+        if args.topic == "offload":
+            from offload_bench import command
 
             return command.run(args)
         if args.topic == "checkpoint":

@@ -38,7 +38,8 @@ def padded(count: int) -> int:
 
 def aligned_bytes(count: int) -> torch.Tensor:
     """Host memory whose address is a multiple of a block: pages of its own."""
-    return torch.frombuffer(mmap.mmap(-1, max(padded(count), BLOCK_BYTES)), dtype=torch.uint8)
+    pages = mmap.mmap(-1, max(padded(count), BLOCK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def view_of(tensor: torch.Tensor) -> memoryview:

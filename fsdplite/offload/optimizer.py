@@ -145,6 +145,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     wanted.setdefault(id(info.flat), (info.flat, set()))[1].add(number)
         for key in [key for key in self._homes if key not in wanted]:
             self._homes.pop(key).store.close()
+        made = False
         for key, (flat, numbers) in wanted.items():
             if self.home_of(flat) is None:
                 dtypes: dict[str, torch.dtype] = {}
@@ -156,6 +157,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                         info = info_of(parameter)
                         if info is not None and info.flat is flat and home.holds(info.index):
                             self._view[parameter] = self._view.loose.pop(parameter)
+                made = True
+        if made:
+            self._settle_stream()
 
     # ------------------------------------------------------------------ steps
 
@@ -211,8 +215,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     home.update(self._updater, found, self.param_groups, home.store.part)
                     self.last_step.update_s += time.perf_counter() - before
         self._update_loose()
-        if parts:
-            self._stream_of(parts).run(parts, self._update_part, self.last_step)
+        if parts and self._stream is not None:
+            self._stream.run(parts, self._update_part, self.last_step)
 
     def _has_gradients(self, home: Home, chunk: Chunk) -> bool:
         with engine_access():
@@ -254,15 +258,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for parameter, entry in entries:
                 self._view.loose[parameter] = entry.state or {}
 
-    def _stream_of(self, parts: list[Part]) -> Stream:
-        regions = max(len(part.keys) for part in parts)
-        size = max(home.buffer_bytes for home in self._homes.values())
+    def _settle_stream(self) -> None:
+        """Buffers and threads for the widest home; made with the optimizer, so that a step needs nothing new."""
+        streamed = [home for home in self._homes.values() if home.store.is_streamed]
+        if not streamed:
+            return
+        regions = max(len(home.store.dtypes) for home in streamed)
+        size = max(home.buffer_bytes for home in streamed)
         if self._stream is None or not self._stream.fits(size, regions):
             if self._stream is not None:
                 self._stream.close()
             self._stream = Stream(size, regions, self._offload.buffers)
             self._streams[:] = [self._stream]
-        return self._stream
 
     def _together(self, doing: str, call: Callable[[], None]) -> None:
         """Do something that may fail on one rank, and raise on all if it does.
