@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Iterable
 
 from ..errors import CheckpointError
+from .crc32 import crc32_of_chunks
 from .dtypes import ITEMSIZE
 from .storage import File, FileSystem, read_exactly
 
@@ -128,7 +129,7 @@ def build_header(specs: list[TensorSpec], *, checksums: list[int] | None = None,
 
 def chunk_checksums(view: memoryview) -> list[int]:
     """CRC-32 of each chunk of bytes that begin at a chunk's start."""
-    return [zlib.crc32(view[start : start + CHUNK_BYTES]) for start in range(0, len(view), CHUNK_BYTES)]
+    return crc32_of_chunks(view, CHUNK_BYTES)
 
 
 def parse_header(raw: bytes, file_bytes: int, path: str) -> Header:
