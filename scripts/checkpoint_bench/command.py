@@ -27,6 +27,7 @@ def add_parser(topics: Any) -> None:
     add = parser.add_argument
     add("--measure", nargs="+", choices=MEASURES, default=list(MEASURES), help="which passes")
     add("--megabytes", type=int, help="of parameters and moments over all ranks; default 1000")
+    add("--ranks", type=int, nargs="+", default=[2, 1], help="world sizes whose saves are timed")
     add("--rounds", type=int, help="measured rounds of each contender; default 8")
     add("--quick", action="store_true", help="200 MB and 3 rounds: about a minute")
     add("--path", type=Path, help="an existing directory on the disk to measure; default: the working directory")
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     try:
         if "timing" in args.measure:
-            found["timing"] = {str(world_size): measure("timing", world_size) for world_size in (2, 1)}
+            found["timing"] = {str(world_size): measure("timing", world_size) for world_size in args.ranks}
         if "loads" in args.measure:
             found["loads"] = {str(world_size): measure("loads", world_size) for world_size in LOADED_BY}
         if "memory" in args.measure:
