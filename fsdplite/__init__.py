@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .full import full_state_dict as full_state_dict
     from .groups import init_distributed as init_distributed
     from .inspect import trace as trace
+    from .planning.automatic import auto as auto
     from .planning.prediction import plan as plan
     from .planning.timeline import simulate as simulate
     from .planning.topology import Link as Link
@@ -54,6 +55,7 @@ _HOMES = {
     "Offload": "offload.options",
     "Precision": "precision",
     "Topology": "planning.topology",
+    "auto": "planning.automatic",
     "by_class": "policy",
     "by_name": "policy",
     "by_predicate": "policy",

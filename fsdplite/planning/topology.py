@@ -109,8 +109,8 @@ class Topology:
         """Time of a collective over a group.
 
         Every byte of the full side enters each node once, through the cards of the group's ranks there, and each rank
-        once, within the node; an all-reduce does both twice. Latency is that of a ring within a node and, between nodes,
-        of a ring or a tree, whichever is shorter.
+        once, within the node; an all-reduce does both twice. Latency is that of a ring within a node and, between
+        nodes, of a ring or a tree, whichever is shorter.
 
         Args:
             kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.

@@ -1,0 +1,338 @@
+"""``fsdp.auto``: how to wrap a model, chosen by plans and simulated steps.
+
+Too fine a wrapping pays latency for every unit, too coarse a one holds large units in full and leaves nothing to hide
+gathers behind. Which is which depends on links, arithmetic and memory; so candidates are planned, simulated and
+compared. Wrapping by block is always one of them, and nothing that is slower than it, or larger where it does not fit,
+is chosen.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from ..errors import FSDPError, PolicyError
+from ..events import format_bytes
+from ..modules import has_forward, user_name
+from ..policy import Policy, by_class, by_name
+from ..recompute.blocks import find_blocks
+from ..recompute.budget import parse_bytes
+from .prediction import Plan, plan
+from .timeline import Timeline, simulate
+from .topology import Link, Topology
+
+__all__ = ["Auto", "Choice", "auto"]
+
+_CLOSE = 1.005  # steps this close are equal, and the smaller peak decides
+_LARGE_SHARE = 0.25  # of a block: modules beside the blocks that are worth a unit
+_PART_SHARE = 0.1  # of a block: its parts that are
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """One way to wrap, planned and simulated.
+
+    Attributes:
+        name: What kind of units it makes.
+        options: For ``fsdp_wrap``: ``policy``, ``prefetch``, ``reshard_after_forward``, ``recompute``.
+    """
+
+    name: str
+    options: dict[str, Any]
+    plan: Plan
+    timeline: Timeline
+
+    @property
+    def step_s(self) -> float:
+        return self.timeline.step_s
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.plan.peak_bytes
+
+    def describe(self) -> str:
+        """In a few words."""
+        parts = [self.name, f"prefetch {self.options['prefetch']}"]
+        if self.options["reshard_after_forward"] is not None:
+            parts.append("root freed" if self.options["reshard_after_forward"] else "all kept")
+        if self.options["recompute"] is not None:
+            parts.append("blocks recomputed" if isinstance(self.options["recompute"], Policy) else "sqrt segments")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """What was chosen and why; ``print`` explains it.
+
+    Attributes:
+        best: The chosen way.
+        by_block: Wrapping by block with defaults, to compare with.
+        considered: All that was simulated, fastest first.
+        budget_bytes: Or None.
+    """
+
+    best: Candidate
+    by_block: Candidate
+    considered: tuple[Candidate, ...]
+    budget_bytes: int | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For ``fsdp_wrap(model, **choice.options)``."""
+        return dict(self.best.options)
+
+    def __str__(self) -> str:
+        table = Table(box=None, pad_edge=False, collapse_padding=True, padding=(0, 2, 0, 0))
+        table.add_column("wrapping", overflow="fold")
+        for heading in ("step", "exposed", "peak"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column("", no_wrap=True)
+        shown = list(dict.fromkeys([self.best, self.by_block, *self.considered]))[:12]
+        for candidate in shown:
+            fits = self.budget_bytes is None or candidate.peak_bytes <= self.budget_bytes
+            mark = "chosen" if candidate is self.best else "" if fits else "too large"
+            times = (f"{seconds * 1e3:,.2f} ms" for seconds in (candidate.step_s, candidate.timeline.exposed_s))
+            table.add_row(candidate.describe(), *times, format_bytes(candidate.peak_bytes), mark)
+        console = Console(file=io.StringIO(), width=80, color_system=None, force_terminal=False, highlight=False)
+        console.print(table)
+        console.print(self._reason(), markup=False)
+        return console.file.getvalue()
+
+    def _reason(self) -> str:
+        best, base = self.best, self.by_block
+        nothing = self.budget_bytes is not None and best.peak_bytes > self.budget_bytes
+        verdict = "; nothing fits the budget: this is the smallest" if nothing else ""
+        if best is base:
+            return f"wrapping by block is best of {len(self.considered)} ways{verdict}"
+        time = f"{100 * (best.step_s / base.step_s - 1):+.1f}% time" if base.step_s else "no time to compare"
+        memory = f"{100 * (best.peak_bytes / base.peak_bytes - 1):+.1f}% memory"
+        why = ""
+        if self.budget_bytes is not None and base.peak_bytes > self.budget_bytes:
+            why = ", which does not fit the budget"
+        return f"against wrapping by block: {time}, {memory}{why}; {len(self.considered)} ways were simulated{verdict}"
+
+
+class Auto(Policy):
+    """What :func:`auto` returns: a policy, and :meth:`choose` for everything else."""
+
+    def __init__(self, budget_bytes: int | None, topology: Topology, options: dict[str, Any]) -> None:
+        self._budget_bytes = budget_bytes
+        self._topology = topology
+        self._options = options
+
+    def describe(self) -> str:
+        inputs = self._options.get("inputs")
+        shape = tuple(inputs.shape) if isinstance(inputs, torch.Tensor) else type(inputs).__name__
+        rest = {name: value for name, value in self._options.items() if name != "inputs"}
+        return f"auto(budget={self._budget_bytes}, inputs={shape}, {rest}, {self._topology})"
+
+    def bind(self, root: nn.Module) -> Policy:
+        chosen = self.choose(root).options["policy"]
+        return _OneUnit() if chosen is None else chosen.bind(root)
+
+    def matches(self, name: str, module: nn.Module, untaken_numel: int | None = None) -> bool:
+        raise PolicyError("auto() has to see the whole model first", cure="pass it to fsdp_wrap or fsdp.plan")
+
+    def choose(self, model: Any) -> Choice:
+        """Plan and simulate ways to wrap a model (a module, or what builds one), and pick one.
+
+        Raises:
+            ConfigError: An option given to :func:`auto` cannot be used.
+        """
+        options = {"world_size": _world_size()} | self._options
+        base = plan(model, **options | {"policy": None})
+        search = _Search(base, self._topology, self._budget_bytes)
+        return search.run()
+
+
+class _OneUnit(Policy):
+    """The root and nothing else."""
+
+    def check(self, named_modules: Any) -> list[str]:
+        return []
+
+    def matches(self, name: str, module: nn.Module, untaken_numel: int | None = None) -> bool:
+        return False
+
+    def describe(self) -> str:
+        return "one unit"
+
+
+def auto(
+    *,
+    budget: int | str | None = None,
+    bandwidth: float = 5e10,
+    latency: float = 1e-5,
+    flops: float = 4e14,
+    topology: Topology | None = None,
+    **options: Any,
+) -> Auto:
+    """Let a cost model choose unit boundaries, prefetch, what is kept and what is recomputed.
+
+    As a policy, ``fsdp_wrap(model, fsdp.auto(...))``, it chooses the units. ``fsdp.auto(...).choose(model)`` chooses
+    and explains everything: ``fsdp_wrap(model, **choice.options)``.
+
+    Args:
+        budget: Memory of a rank, bytes or text such as ``"80GiB"``. None: only time counts.
+        bandwidth: Bytes per second that a rank sends to others.
+        latency: Seconds for a message between two ranks.
+        flops: Achieved floating point operations per second of a rank.
+        topology: Instead of the three: a whole :class:`~fsdplite.Topology`.
+        options: As for ``fsdp.plan``, above all ``inputs=``, without which there is no computation to weigh against;
+            ``world_size`` is that of the process group if left out.
+    """
+    if topology is None:
+        # One rank a node: the bandwidth is what each rank has, wherever the others are.
+        link = Link(bandwidth, latency)
+        topology = replace(Topology(), ranks_per_node=1, flops=flops, intra=link, inter=link)
+    limit = None if budget is None else parse_bytes(budget, "a memory budget")
+    return Auto(limit, topology, options)
+
+
+def _world_size() -> int:
+    dist = torch.distributed
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+class _Search:
+    def __init__(self, base: Plan, topology: Topology, budget_bytes: int | None) -> None:
+        self.base = base
+        self.topology = topology
+        self.budget_bytes = budget_bytes
+        self.found: list[Candidate] = []
+
+    def run(self) -> Choice:
+        """Unit boundaries with every prefetch and what is kept; then recomputation of the best of them."""
+        model = self.base.question.model
+        blocks = _blocks(model)
+        for name, policy in _policies(model, blocks):
+            # One unit has nothing to prefetch, and keeps itself unless told not to.
+            ways = [(p, r) for p in (1, 0, 2) for r in (None, True, False)] if policy else [(1, None), (1, True)]
+            for prefetch, reshard in ways:
+                self._try(name, policy, prefetch, reshard, None)
+        by_block = self.found[0]
+        if blocks and self.base.has_activations and not self._fits(self._best(by_block)):
+            smallest = sorted(self.found, key=lambda c: c.peak_bytes)[:2]
+            for candidate in [*smallest, by_block]:
+                for again in ("sqrt", by_class(*_classes(blocks))):
+                    self._try(**_fields(candidate), recompute=again)
+        return Choice(
+            best=self._best(by_block),
+            by_block=by_block,
+            considered=tuple(sorted(self.found, key=lambda c: c.step_s)),
+            budget_bytes=self.budget_bytes,
+        )
+
+    def _try(self, name: str, policy: Any, prefetch: int, reshard: bool | None, recompute: Any) -> None:
+        options = {"policy": policy, "prefetch": prefetch, "reshard_after_forward": reshard, "recompute": recompute}
+        try:
+            planned = self.base.but(**options)
+        except FSDPError:
+            if not self.found:
+                raise
+            return
+        self.found.append(Candidate(name, options, planned, simulate(planned, self.topology)))
+
+    def _fits(self, candidate: Candidate) -> bool:
+        return self.budget_bytes is None or candidate.peak_bytes <= self.budget_bytes
+
+    def _best(self, by_block: Candidate) -> Candidate:
+        """The fastest that fits (of equally fast ones the smallest), or the smallest if nothing does."""
+        fitting = [candidate for candidate in self.found if self._fits(candidate)]
+        if not fitting:
+            return min(self.found, key=lambda c: (c.peak_bytes, c.step_s))
+        limit = min(c.step_s for c in fitting) * _CLOSE
+        if self._fits(by_block):
+            limit = min(limit, by_block.step_s)
+        close = [c for c in fitting if c.step_s <= limit]
+        return min(close, key=lambda c: (c.peak_bytes, c.step_s, c is not by_block))
+
+
+def _fields(candidate: Candidate) -> dict[str, Any]:
+    options = candidate.options
+    return {"name": candidate.name, "policy": options["policy"], "prefetch": options["prefetch"],
+            "reshard": options["reshard_after_forward"]}  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------- unit boundaries
+
+
+def _policies(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, Policy | None]]:
+    """Wrappings to try, by block first (as one unit where there are no blocks)."""
+    if blocks:
+        by_block = by_class(*_classes(blocks))
+        yield "by block", by_block
+        beside = _beside(model, blocks)
+        if beside:
+            yield "blocks and large modules beside them", by_block | by_name(*beside)
+        parts = _parts(blocks)
+        if parts:
+            yield "parts of blocks", by_block | by_name(*parts)
+            if beside:
+                yield "parts of blocks, large modules beside them", by_block | by_name(*parts) | by_name(*beside)
+        around = _around(model, blocks)
+        if around:
+            yield "modules around blocks", by_name(*around)
+    yield "one unit", None
+
+
+def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    try:
+        return find_blocks(model)
+    except PolicyError:
+        return []
+
+
+def _classes(blocks: list[tuple[str, nn.Module]]) -> list[str]:
+    return list(dict.fromkeys(type(block).__name__ for _, block in blocks))
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _beside(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[str]:
+    """Modules outside the blocks that own much: embeddings, heads. A tied weight stays with the root."""
+    inside = {id(inner) for _, block in blocks for inner in block.modules()}
+    holders: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    least = _LARGE_SHARE * max(_numel(block) for _, block in blocks)
+    found = []
+    for name, module in model.named_modules():
+        own = [parameter for parameter in module._parameters.values() if parameter is not None]
+        if not name or id(module) in inside or not own or not has_forward(module):
+            continue
+        if all(holders[id(p)] == 1 for p in own) and sum(p.numel() for p in own) >= least:
+            found.append(user_name(name))
+    return found
+
+
+def _parts(blocks: list[tuple[str, nn.Module]]) -> list[str]:
+    """Direct children of blocks that own a good part of them."""
+    return [
+        user_name(f"{name}.{key}")
+        for name, block in blocks
+        for key, child in block.named_children()
+        if has_forward(child) and _numel(child) >= _PART_SHARE * _numel(block)
+    ]
+
+
+def _around(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[str]:
+    """Modules below the root that hold several blocks and are called: an encoder, a stage."""
+    found: list[str] = []
+    names = [name for name, _ in blocks]
+    for name, module in model.named_modules():
+        covered = any(name.startswith(f"{outer}.") for outer in found)
+        if name and not covered and has_forward(module) and sum(n.startswith(f"{name}.") for n in names) > 1:
+            found.append(name)
+    return [user_name(name) for name in found]
