@@ -167,7 +167,7 @@ class FlatParameter:
         with self.gather_lane:
             if not self.is_unsharded:
                 self._storage.resize_(self.full_bytes)
-            self.resting.fetch(self._own_slot, self.shard, self.gather_lane)
+            self.resting.fetch(self._own_slot, self.shard, self.gather_lane, self.generation)
             if self.resting.is_elsewhere and events.active is not None:
                 events.active.emit("from_host", self.unit_name, self._own_slot.numel() * self._own_slot.element_size())
             if self.groups.shard is not None:
@@ -377,11 +377,12 @@ class FlatParameter:
         memo[id(self)] = copy
         for name in (
             "groups", "stage", "device", "unit_name", "dtype", "compute_dtype", "wire_dtype", "trainable", "layout",
-            "gather_lane", "resting",
+            "gather_lane",
         ):  # fmt: skip
             setattr(copy, name, getattr(self, name))
         copy.all_names = list(self.all_names)
-        copy.shard = self.resting.clone(self.shard)
+        copy.resting = self.resting.twin()
+        copy.shard = copy.resting.clone(self.shard)
         copy.unit = None
         copy.generation = 0
         copy.gathered_generation = -1

@@ -399,6 +399,9 @@ def _update(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
         for operand in (*args[1:], *(v for v in kwargs.values() if v is not target)):
             if isinstance(operand, torch.Tensor) and not _matches(operand, target):
                 raise _refusal(next(_sharded_in((args, kwargs))), name)
+    for tensor in targets:
+        if isinstance(tensor, ShardedParameter):
+            tensor.__dict__["_fsdp_info"].flat.resting.wait()
     result = func(*args, **kwargs)
     for tensor in targets:
         if isinstance(tensor, ShardedParameter):

@@ -50,7 +50,7 @@ def split_frozen(flat: FlatParameter) -> None:
             stage=flat.stage,
             device=flat.device,
             unit_name=flat.unit_name,
-            resting=flat.resting,
+            resting=flat.resting.twin(),
         )
         for new, old in enumerate(members):
             slot = flat.layout.slots[old]

@@ -179,7 +179,6 @@ class _Wrapping:
         self.methods = methods
         self.device = _compute_device(plan, groups)
         self.offload = offload
-        self.resting = OnDevice(self.device) if offload.params is None else OnHost(self.device, offload.pin)
         self.kept, self.kept_outermost = kept_modules(module, precision)
 
     def finish(self) -> nn.Module:
@@ -210,8 +209,13 @@ class _Wrapping:
             stage=self.stage,
             device=self.device,
             unit_name=user_name(spec.name),
-            resting=self.resting,
+            resting=self._resting(flat_spec),
         )
+
+    def _resting(self, spec: FlatSpec) -> OnDevice:
+        if self.offload.params is None:
+            return OnDevice(self.device)
+        return OnHost(self.device, self.offload.pin, None if spec.compute_dtype == spec.dtype else spec.compute_dtype)
 
     def _state(self, spec: UnitSpec, flats: list[FlatParameter]) -> UnitState:
         modules = {id(holder): holder for param in spec.params for holder, _ in param.locations}

@@ -37,6 +37,7 @@ class Home:
             self.store: Store = DiskStore(numel, dtypes, str(offload.path), flat.groups.rank, contents)
         else:
             self.store = HostStore(numel, dtypes, offload.pin and flat.device.type == "cuda")
+        self.writes_mirror = False
         self._pieces: dict[int, list[Piece]] = {}
         for chunk in self.chunks:
             for piece in chunk.pieces:
@@ -52,6 +53,18 @@ class Home:
         return index in self._pieces
 
     # ------------------------------------------------------------------ updates
+
+    def begin(self) -> None:
+        """A step begins: shards are written from here on."""
+        resting = self.flat.resting
+        resting.wait()
+        self.writes_mirror = resting.is_mirrored(self.flat.generation)
+        resting.mirrors(-1)  # until all of it is written
+
+    def end(self) -> None:
+        """The step is over; the hook after it counts the flat parameter as changed once."""
+        if self.writes_mirror:
+            self.flat.resting.mirrors(self.flat.generation + 1)
 
     def entries(
         self, chunk: Chunk, group_of: Callable[[torch.Tensor], int | None], part: Callable[[str, int, int], torch.Tensor]
@@ -86,6 +99,8 @@ class Home:
 
     def absorb(self, piece: Piece, entry: Entry, part: Callable[[str, int, int], torch.Tensor]) -> None:
         """Keep what an update has made of a piece."""
+        if self.writes_mirror:
+            self.flat.resting.write_mirror(piece.start, entry.value)
         if self.flat.shard.device.type != "cpu":
             self.flat.shard[piece.start : piece.stop].copy_(entry.value)
         self.keep(piece, entry.state or {}, part)

@@ -72,7 +72,8 @@ def offloaded(
             found="a model that is not wrapped" if root is None else "a model wrapped without Offload(optimizer=...)",
             cure='fsdp_wrap(model, ..., offload=fsdp.Offload(optimizer="nvme", path="/mnt/nvme0/run"))',
         )
-    cls = type(optimizer_class.__name__, (OffloadedOptimizer,), {"__module__": __name__})
+    attributes = {"__module__": __name__, "update_class": optimizer_class}
+    cls = type(optimizer_class.__name__, (OffloadedOptimizer,), attributes)
     return cls(updater, model, model.parameters() if params is None else params, offload, root.schedule.groups)
 
 
@@ -81,7 +82,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         last_step: What the last step moved, and how long it took.
+        update_class: The class that it was given.
     """
+
+    update_class: type
 
     def __init__(
         self, updater: Updater, model: nn.Module, params: Iterable[Any], offload: Offload, groups: Any
@@ -204,6 +208,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         parts = []
         for home in self._homes.values():
             home.store.check()
+            home.begin()
             for chunk in home.chunks:
                 if not self._has_gradients(home, chunk):
                     continue
@@ -217,6 +222,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._update_loose()
         if parts and self._stream is not None:
             self._stream.run(parts, self._update_part, self.last_step)
+        for home in self._homes.values():
+            home.end()
 
     def _has_gradients(self, home: Home, chunk: Chunk) -> bool:
         with engine_access():

@@ -35,13 +35,24 @@ class OnDevice:
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
+    def twin(self) -> OnDevice:
+        """The same for another flat parameter."""
+        return self
+
     def clone(self, shard: torch.Tensor) -> torch.Tensor:
         twin = self.zeros(shard.numel(), shard.dtype)
         twin.copy_(shard)
         return twin
 
-    def fetch(self, into: torch.Tensor, shard: torch.Tensor, lane: Lane) -> None:
-        """Copy a shard into memory of the device that computes, in the order of ``lane``, which is entered."""
+    def fetch(self, into: torch.Tensor, shard: torch.Tensor, lane: Lane, generation: int) -> None:
+        """Copy a shard into memory of the device that computes, in the order of ``lane``, which is entered.
+
+        Args:
+            into: In the compute dtype.
+            shard: The master.
+            lane: Of the gather.
+            generation: How often the shard has been changed.
+        """
         into.copy_(shard)
 
     def bring(self, reduced: torch.Tensor, lane: Lane) -> torch.Tensor:
@@ -50,26 +61,62 @@ class OnDevice:
         return reduced
 
     def wait(self) -> None:
-        """Until what was brought is there, and what was fetched is no longer read."""
+        """Until what was brought is there, and what was fetched is no longer read: shards may be written after this."""
+
+    def is_mirrored(self, generation: int) -> bool:
+        """Whether there is a mirror, and it holds the shard's values of this generation."""
+        return False
+
+    def write_mirror(self, start: int, values: torch.Tensor) -> None:
+        """An update has made these elements of the shard, from ``start`` on."""
+
+    def mirrors(self, generation: int) -> None:
+        """The mirror holds the shard's values of this generation."""
 
 
 class OnHost(OnDevice):
-    """Shards rest in host memory: one buffer per flat parameter, one copy per direction, on a lane of its own."""
+    """Shards rest in host memory: one buffer per flat parameter, one copy per direction, on a lane of its own.
+
+    Where the compute dtype is another than the master's there is a mirror of the shard in that dtype, so that a copy
+    to the device is half as long and nothing is cast on the way. An update of an offloaded optimizer writes it in the
+    same pass; any other change of the shard makes it stale, and the next gather fills it again.
+
+    Args:
+        compute: The device that computes.
+        pin: Page-locked memory where ``compute`` is a CUDA device.
+        mirror_dtype: Of the mirror; None: gathers read the shard itself.
+    """
 
     is_elsewhere = True
 
-    def __init__(self, compute: torch.device, pin: bool) -> None:
+    def __init__(self, compute: torch.device, pin: bool, mirror_dtype: torch.dtype | None) -> None:
         super().__init__(torch.device("cpu"))
+        self._arguments = compute, pin, mirror_dtype
         self._pin = pin and compute.type == "cuda"
         self._lane = lane_for(compute, "offload")
+        self.mirror: torch.Tensor | None = None
+        self._mirror_dtype = mirror_dtype
+        self._generation = -1
+
+    def twin(self) -> OnHost:
+        return OnHost(*self._arguments)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if self._mirror_dtype is not None:
+            self.mirror = torch.zeros(numel, dtype=self._mirror_dtype, pin_memory=self._pin)
         return torch.zeros(numel, dtype=dtype, pin_memory=self._pin)
 
-    def fetch(self, into: torch.Tensor, shard: torch.Tensor, lane: Lane) -> None:
+    def fetch(self, into: torch.Tensor, shard: torch.Tensor, lane: Lane, generation: int) -> None:
+        source = shard
+        if self.mirror is not None:
+            source = self.mirror
+            if self._generation != generation:
+                self.wait()
+                source.copy_(shard)
+                self._generation = generation
         self._lane.follow(lane)
         with self._lane:
-            copy(into, shard)
+            copy(into, source)
         lane.follow(self._lane)
 
     def bring(self, reduced: torch.Tensor, lane: Lane) -> torch.Tensor:
@@ -82,3 +129,12 @@ class OnHost(OnDevice):
 
     def wait(self) -> None:
         self._lane.synchronize()
+
+    def is_mirrored(self, generation: int) -> bool:
+        return self.mirror is not None and self._generation == generation
+
+    def write_mirror(self, start: int, values: torch.Tensor) -> None:
+        self.mirror[start : start + values.numel()].copy_(values)
+
+    def mirrors(self, generation: int) -> None:
+        self._generation = generation

@@ -16,7 +16,7 @@ THREADS = 2
 
 @dataclass
 class RawRate:
-    """Bytes per second: of reading, of writing, and of both at once, each half of the bytes."""
+    """Bytes per second: of reading, of writing, and of both at once: every block read and written back."""
 
     read: float
     write: float
@@ -52,11 +52,18 @@ class Disk:
         return all(file.is_direct for file in self._files)
 
     def measure(self) -> RawRate:
-        half = self._count // 2
         moved = self._count * self._buffer_bytes
-        both = self._run(self._readers(0, half) + self._writers(half, self._count))
+        both = self._run([self._copier(thread) for thread in range(2 * THREADS)])
         read, write = self._run(self._readers(0, self._count)), self._run(self._writers(0, self._count))
-        return RawRate(moved / read, moved / write, moved / both)
+        return RawRate(moved / read, moved / write, 2 * moved / both)
+
+    def _copier(self, thread: int) -> Callable[[], None]:
+        def run() -> None:
+            for file, offset in self._blocks[thread :: 2 * THREADS]:
+                file.read(offset, self._buffers[thread])
+                file.write(offset, self._buffers[thread])
+
+        return run
 
     def _jobs(self, call: str, first: int, stop: int, buffers: list) -> list[Callable[[], None]]:
         def job(thread: int) -> Callable[[], None]:

@@ -82,6 +82,9 @@ def _assert_only_shards_live(model: nn.Module) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         named = [*model.named_parameters(), *model.named_buffers()]
         owned = {tensor.untyped_storage()._cdata for _, tensor in named}
+        flats = [flat for unit in inspect.units(model) for flat in unit.flats]
+        mirrors = [flat.resting.mirror for flat in flats if flat.resting.is_elsewhere]  # of Offload(params="cpu")
+        owned |= {mirror.untyped_storage()._cdata for mirror in mirrors if mirror is not None}
         owned |= {tensor.grad.untyped_storage()._cdata for _, tensor in named if tensor.grad is not None}
         others = {}
         for tensor in _reachable_tensors(model):

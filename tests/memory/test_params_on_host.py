@@ -162,6 +162,75 @@ def test_one_copy_per_unit_and_direction() -> None:
     run(2, copies_body)
 
 
+def mirror_body() -> None:
+    """What gathers read follows every way of writing a master: values are those of a model without the lever."""
+    from fsdplite import inspect
+
+    offload = fsdp.Offload(params="cpu", optimizer="cpu")
+    model, expected = build(Net, precision="bf16", offload=offload), build(Net, precision="bf16")
+    optimizer = fsdp.offloaded(torch.optim.AdamW, model, lr=0.1)
+    plain = torch.optim.AdamW(expected.parameters(), lr=0.1)
+    x = torch.randn(4, 6)
+
+    def same() -> None:
+        model.eval(), expected.eval()
+        with torch.no_grad():
+            assert torch.equal(model(x), expected(x))
+        model.train(), expected.train()
+
+    same()
+    for step in range(2):
+        train(model, optimizer, range(step, step + 1))
+        train(expected, plain, range(step, step + 1))
+        flats = [flat for unit in inspect.units(model) for flat in unit.flats]
+        assert all(flat.resting.is_mirrored(flat.generation) for flat in flats), "the update has written the mirror"
+        same()
+    for m in (model, expected):
+        with torch.no_grad():
+            m.layers[0].up.weight.mul_(0.5)
+    same()
+    for m in (model, expected):
+        with fsdp.full_params(m.layers[1], writeback=True), torch.no_grad():
+            m.layers[1].down.bias.fill_(0.25)
+    same()
+    for m in (model, expected):
+        m.head.weight.data.add_(1.0)
+        fsdp.mark_updated(m)
+    same()
+    for m in (model, expected):  # a plain optimizer on shards in host memory
+        sgd = torch.optim.SGD(m.parameters(), lr=0.1)
+        train(m, sgd, range(3, 4))
+    same()
+    with fsdp.trace(model) as trace:
+        train(model, optimizer, range(5, 6))
+    full = {flat.unit_name: flat.shard_numel * 2 for flat in flats}  # two bytes an element
+    assert {e.unit: e.bytes for e in trace.events if e.kind == "from_host"} == full
+
+
+def test_a_low_precision_mirror_follows_the_masters() -> None:
+    run(2, mirror_body)
+
+
+def combined_body(folder: str) -> None:
+    """All levers at once: recomputation in segments, shards in host memory, state in files."""
+    found = []
+    for levers in (False, True):
+        offload = fsdp.Offload(params="cpu", optimizer="nvme", path=folder, buffer_bytes=16384) if levers else None
+        model = build(Net, precision="bf16", offload=offload, recompute="sqrt" if levers else None)
+        make = fsdp.offloaded if levers else lambda cls, m, **settings: cls(m.parameters(), **settings)
+        optimizer = make(torch.optim.AdamW, model, lr=0.1)
+        seen = train(model, optimizer, range(4), accumulate=2, clip=0.5)
+        found.append((seen, whole(model, optimizer, ("exp_avg", "exp_avg_sq"))))
+        assert_rested(model)
+    assert found[0][0] == found[1][0]
+    assert_same_bits(found[1][1], found[0][1])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_levers_at_once(tmp_path: Any, world_size: int) -> None:
+    run(world_size, combined_body, str(tmp_path))
+
+
 def test_options_are_checked() -> None:
     expect_loud(lambda: fsdp.Offload(params="cuda"), "params", "cpu")
     expect_loud(lambda: fsdp.Offload(optimizer="nvm"), "nvme")
