@@ -310,7 +310,9 @@ class Replay:
         self._begin_backward()
         self.memory.unit = unit.name
         self._reductions.accumulate(unit, unit.flats[event.flat], event.index, event.bytes)
-        self.memory.live = event.live_bytes - event.bytes
+        if event.index in unit.flats[event.flat].waiting:
+            self.memory.live = event.live_bytes - event.bytes  # counted there
+        # Else autograd holds it until its hook returns, also while the unit's last gradient starts the reduction.
         before = len(unit.fired)
         unit.fired.add((event.flat, event.index))
         if len(unit.fired) == unit.expected and before < unit.expected:
@@ -319,6 +321,7 @@ class Replay:
                 self._finish_call(call)
             unit.open_calls = 0
             self._finish_unit(unit)
+        self.memory.live = event.live_bytes - event.bytes
 
     # ------------------------------------------------------------------ the end
 

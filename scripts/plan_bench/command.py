@@ -18,6 +18,7 @@ def add_parser(topics: Any) -> None:
     add = plan.add_argument
     add("--ranks", type=int, default=2, help="gloo ranks on this machine (default 2)")
     add("--rounds", type=int, default=7, help="measured steps of each contender (default 7)")
+    add("--auto", action="store_true", help="fsdp.auto beside wrapping by block, on five models, instead")
     add("--published", action="store_true", help="published runs instead: nothing is measured")
     add("--markdown", action="store_true", help="print Markdown instead of tables")
     add("--json", type=Path, metavar="PATH", help="also write everything")
@@ -32,16 +33,17 @@ def run(args: argparse.Namespace) -> int:
     from engine_bench.launch import run_ranks
 
     from .published import compare_published
-    from .report import print_published, print_rows
+    from .report import print_auto, print_published, print_rows
 
     found: Any
     if args.published:
         found = compare_published()
         print_published(found, args.markdown)
     else:
+        module = "plan_bench.auto_worker" if args.auto else "plan_bench.worker"
         arguments = ["--world-size", str(args.ranks), "--rounds", str(args.rounds)]
-        found = run_ranks("plan_bench.worker", arguments, args.ranks, "plan", PASS_TIMEOUT_S)
-        print_rows(found, args.markdown)
+        found = run_ranks(module, arguments, args.ranks, "plan", PASS_TIMEOUT_S)
+        (print_auto if args.auto else print_rows)(found, args.markdown)
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0

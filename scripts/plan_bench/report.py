@@ -18,6 +18,20 @@ def print_rows(found: dict[str, Any], markdown: bool) -> None:
     _print(("model", "wrapping", "measured ms", "predicted ms", "error", "of which communication"), rows, markdown)
 
 
+def print_auto(found: dict[str, Any], markdown: bool) -> None:
+    """The automatic choice beside wrapping by block."""
+    rows = []
+    for name, entry in found.items():
+        base, best = entry["by_block"], entry["auto"]
+        budget = f"{entry['budget_bytes'] / 1e6:.1f}" if entry["budget_bytes"] else "none"
+        rows.append((
+            name, budget, entry["chosen"],
+            f"{base['measured_ms']:.0f} > {best['measured_ms']:.0f}", f"{entry['measured_ratio']:.2f}",
+            f"{base['peak_bytes'] / 1e6:.1f} > {best['peak_bytes'] / 1e6:.1f}",
+        ))  # fmt: skip
+    _print(("model", "budget MB", "chosen", "step ms", "ratio", "peak MB"), rows, markdown)
+
+
 def print_published(rows: list[dict[str, Any]], markdown: bool) -> None:
     """Predicted beside published throughput."""
     cells = [

@@ -39,7 +39,7 @@ def measure(model: Model, wrappings: list[str], rounds: int) -> dict[str, list[f
     for name in wrappings:
         torch.manual_seed(0)
         wrapped = fsdp.fsdp_wrap(model.build(), **WRAPPINGS[name].options)
-        steps[name] = _step_of(wrapped, torch.optim.AdamW(wrapped.parameters()), batch)
+        steps[name] = step_of(wrapped, torch.optim.AdamW(wrapped.parameters()), batch)
     found: dict[str, list[float]] = {name: [] for name in ("plain", "update", *steps)}
     for number in range(WARM_UP + rounds):
         times = {"plain": timed(lambda: plain(batch).backward()), "update": timed(plain_optimizer.step)}
@@ -51,7 +51,7 @@ def measure(model: Model, wrappings: list[str], rounds: int) -> dict[str, list[f
     return found
 
 
-def _step_of(model: Any, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> Callable[[], None]:
+def step_of(model: Any, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> Callable[[], None]:
     def step() -> None:
         model(batch).backward()
         optimizer.step()

@@ -14,7 +14,6 @@ from tests.planning.measure import peak_of
 from tests.planning.models import GPT, Block
 
 BASE = {"layers": 4, "width": 64, "vocabulary": 256, "length": 32, "tied": True}
-BATCH = 4
 
 # name: (changes to the model, changes to the wrapping, microbatches, no_sync)
 CONFIGURATIONS: dict[str, tuple[dict, dict, int, bool]] = {
@@ -35,14 +34,20 @@ CONFIGURATIONS: dict[str, tuple[dict, dict, int, bool]] = {
     "stage 2, accumulation": ({}, {"stage": 2}, 2, False),
     "lora": ({"adapters": 4}, {"precision": "bf16"}, 1, False),
     "big embedding": ({"vocabulary": 4000, "tied": False}, {}, 1, False),
+    "big embedding, few tokens": ({"vocabulary": 20_000, "tied": False, "rows": 1}, {}, 1, False),
 }  # fmt: skip
 
 
+def rows_of(changes: dict) -> tuple[int, dict]:
+    return changes.get("rows", 4), {name: value for name, value in changes.items() if name != "rows"}
+
+
 def measure(changes: dict, options: dict, microbatches: int, no_sync: bool) -> tuple[int, Counts]:
+    rows, changes = rows_of(changes)
     model = seeded(GPT, **BASE | changes)
     fsdp.fsdp_wrap(model, **{"policy": fsdp.by_class(Block)} | options)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    tokens = torch.randint(256, (BATCH, BASE["length"]))
+    tokens = torch.randint(256, (rows, BASE["length"]))
 
     def step() -> None:
         for number in range(microbatches):
@@ -65,11 +70,12 @@ def body(name: str) -> dict[str, Any]:
     control = [(call.elements, call.dtype) for call in counts.control]
     if here.rank:
         return {}
+    rows, changes = rows_of(changes)
     plan = fsdp.plan(
         lambda: GPT(**BASE | changes),
         world_size=here.world_size,
         **{"policy": fsdp.by_class(Block)} | options,
-        inputs=torch.zeros(BATCH, BASE["length"], dtype=torch.long),
+        inputs=torch.zeros(rows, BASE["length"], dtype=torch.long),
         microbatches=microbatches,
         no_sync=no_sync,
         device="cpu",
