@@ -289,6 +289,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         except Exception as problem:
             failure = problem
             self._failure = f"a failure to {doing}: {problem}"
+        except BaseException:  # a person's interrupt: no time for messages
+            self._failure = f"an interrupt while it was about to {doing}"
+            raise
         waiting = Waiting("", f"agreement on whether all ranks could {doing}", 0)
         merged = exchange(self._groups, STATE, 0, bytes([failure is not None]), waiting)
         if merged is not None and not merged[0]:

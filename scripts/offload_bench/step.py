@@ -71,7 +71,9 @@ def _optimizer(offload: fsdp.Offload, numel: int, fused: bool) -> Any:
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(max(1, numel // WIDTH**2))))
     fsdp.fsdp_wrap(model, fsdp.by_class(nn.Linear), offload=offload)
     optimizer = fsdp.offloaded(torch.optim.AdamW, model, lr=1e-4, fused=fused)
-    model(torch.randn(2, WIDTH)).square().mean().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():  # a disk behind which somebody compresses must find nothing to compress
+            parameter.grad = torch.randn(parameter.numel())
     for _ in range(2):  # the first makes the state, the second writes where nothing was written
         optimizer.step()
     return optimizer

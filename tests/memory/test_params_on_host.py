@@ -13,7 +13,8 @@ from torch import Tensor
 import fsdplite as fsdp
 from fsdplite.offload import resting
 from tests.harness import MLP, Vec, assert_rested, expect_loud, for_each, gather_grads, here, local_batch, mse, run, seeded
-from tests.memory.parts import Net, assert_same_bits, build, train, whole
+from tests.cases.matrix import mesh_of
+from tests.memory.parts import Layer, Net, assert_same_bits, build, train, whole
 
 HOST = fsdp.Offload(params="cpu")
 
@@ -211,12 +212,13 @@ def test_a_low_precision_mirror_follows_the_masters() -> None:
     run(2, mirror_body)
 
 
-def combined_body(folder: str) -> None:
+def combined_body(folder: str, mesh: tuple[int, int] | None = None) -> None:
     """All levers at once: recomputation in segments, shards in host memory, state in files."""
     found = []
+    shape = None if mesh is None else mesh_of(mesh)
     for levers in (False, True):
         offload = fsdp.Offload(params="cpu", optimizer="nvme", path=folder, buffer_bytes=16384) if levers else None
-        model = build(Net, precision="bf16", offload=offload, recompute="sqrt" if levers else None)
+        model = build(Net, precision="bf16", offload=offload, recompute="sqrt" if levers else None, mesh=shape)
         make = fsdp.offloaded if levers else lambda cls, m, **settings: cls(m.parameters(), **settings)
         optimizer = make(torch.optim.AdamW, model, lr=0.1)
         seen = train(model, optimizer, range(4), accumulate=2, clip=0.5)
@@ -229,6 +231,52 @@ def combined_body(folder: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_all_levers_at_once(tmp_path: Any, world_size: int) -> None:
     run(world_size, combined_body, str(tmp_path))
+
+
+def test_all_levers_on_a_hybrid_mesh(tmp_path: Any) -> None:
+    run(4, combined_body, str(tmp_path), (2, 2))
+
+
+def meta_body() -> None:
+    """Built on the meta device, made real one module at a time, at rest in host memory from the start."""
+    found = []
+    for offload in (None, HOST):
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            model = Net(3, dropout=0.0)
+        fsdp.fsdp_wrap(model, fsdp.by_class(Layer), offload=offload, precision="bf16")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        found.append((train(model, optimizer, range(2)), whole(model)))
+    assert found[0][0] == found[1][0]
+    assert_same_bits(found[1][1], found[0][1])
+
+
+def copies_and_thawing_body() -> None:
+    """Deep copies, and a frozen flat parameter that is split, have resting places of their own."""
+    import copy
+
+    found = []
+    for offload in (None, HOST):
+        torch.manual_seed(0)
+        model = Net(2, dropout=0.0)
+        model.layers[0].up.weight.requires_grad_(False)
+        fsdp.fsdp_wrap(model, fsdp.by_class(Layer), offload=offload, precision="bf16")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen = train(model, optimizer, range(1))
+        twin = copy.deepcopy(model)
+        model.layers[0].up.weight.requires_grad_(True)
+        seen += train(model, optimizer, range(1, 3))
+        seen += train(twin, torch.optim.SGD(twin.parameters(), lr=0.1), range(1, 3))
+        found.append((seen, whole(model), whole(twin)))
+        assert_rested(model, twin)
+    assert found[0][0] == found[1][0]
+    assert_same_bits(found[1][1], found[0][1])
+    assert_same_bits(found[1][2], found[0][2])
+
+
+@pytest.mark.parametrize("body", [meta_body, copies_and_thawing_body])
+def test_start_up_copies_and_thawing(body: Any) -> None:
+    run(2, body)
 
 
 def test_options_are_checked() -> None:
