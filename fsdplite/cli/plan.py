@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 from .options import parse_policy
@@ -61,6 +62,7 @@ def add_parser(commands: Any) -> None:
     add("--rank", type=int, default=0, metavar="N", help="whose memory (default 0)")
     add("--budget", metavar="BYTES",
         help="memory of a rank, as 80GiB: exit 1, with what would help, if it is not enough")
+    add("--html", metavar="PATH", help="also write a page with tables, memory by phase and a timeline")
     add("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_run)
 
@@ -85,6 +87,12 @@ def _run(args: argparse.Namespace) -> int:
     except FSDPError as error:
         print(f"fsdplite plan: {error}", file=sys.stderr)
         return 1
+    if args.html is not None:
+        try:
+            Path(args.html).write_text(plan.to_html(_timeline(plan)), encoding="utf-8")
+        except OSError as error:
+            print(f"fsdplite plan: --html: {args.html}: {error.strerror or error}", file=sys.stderr)
+            return 2
     if args.json:
         print(json.dumps(_document(plan, args.budget, refusal)))
     else:
@@ -92,6 +100,12 @@ def _run(args: argparse.Namespace) -> int:
         if args.budget is not None:
             print(f"\n{refusal}" if refusal is not None else f"\nfits {args.budget}")
     return 0 if refusal is None else 1
+
+
+def _timeline(plan: Any) -> Any:
+    from ..planning.timeline import simulate
+
+    return simulate(plan) if plan.has_activations else None
 
 
 def _plan(args: argparse.Namespace) -> Any:

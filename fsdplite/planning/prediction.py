@@ -8,12 +8,14 @@ from typing import Any
 
 from torch import nn
 
+from ..events import Trace
 from .blueprint import Blueprint, PlannedUnit
 from .fake_step import GRADIENT, IGNORED, FakeStep
 from .fits import check_fits
 from .measurement import Comparison, compare
 from .memory import PHASES, Peak
 from .optimizer_cost import measure_optimizer, resolve_optimizer
+from .page import as_page
 from .question import Question, ask
 from .replay import Replay
 from .report import as_dict, as_table
@@ -132,6 +134,16 @@ class Plan:
         Collective: whatever ``step`` does; all ranks must call it alike.
         """
         return compare(self, model, step, warm_up)
+
+    def to_html(self, timeline: Any = None, comparison: Comparison | None = None, trace: Trace | None = None) -> str:
+        """One HTML page, self-contained: memory by phase, units and traffic, and what else is given.
+
+        Args:
+            timeline: Of :func:`fsdplite.simulate`.
+            comparison: Of :meth:`compare`.
+            trace: Of :func:`fsdplite.trace`, recorded in a real step.
+        """
+        return as_page(self, timeline, comparison, trace)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
