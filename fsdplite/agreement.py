@@ -34,7 +34,7 @@ class Agreement:
 
         Collective: one message on the control group.
         """
-        waiting = self.waiting(unit, phase)
+        waiting = self.waiting(unit, f"agreement before {phase}")
         value = code * 0x9E3779B97F4A7C15 + self._schedule().order.number
         if exchange(unit.groups, USE, value, b"", waiting) is None:
             self._report(unit.groups, waiting)
@@ -67,10 +67,9 @@ class Agreement:
         schedule.order.restart_hash()
         return merged
 
-    def _trail(self) -> str:
+    def _trail(self) -> list[str]:
         schedule = self._schedule()
-        last = list(schedule.order.recent)[-4:] if schedule is not None else []
-        return ", ".join(self._describe(code) for code in last) or "nothing"
+        return [self._describe(code) for code in schedule.order.recent] if schedule is not None else []
 
     def _describe(self, code: int) -> str:
         index, kind = Order.decode(code)

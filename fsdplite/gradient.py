@@ -16,7 +16,7 @@ import torch.distributed as dist
 from .collectives import all_reduce
 from .errors import ConfigError, GradientError
 from .groups import Groups
-from .parameter import engine_access, read_grad
+from .parameter import COPIES, NORMS, engine_access, read_grad
 from .watchdog import Waiting
 
 if TYPE_CHECKING:
@@ -25,14 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["PendingGrad", "ShardedGrad", "combine_norms"]
 
 _VECTOR_NORMS = {"linalg_vector_norm", "vector_norm"}
-_OTHER_NORMS = {
-    "norm", "linalg_norm", "linalg_matrix_norm", "matrix_norm", "nuclear_norm", "frobenius_norm", "dist", "renorm",
-    "renorm_", "normalize", "cdist",
-}  # fmt: skip
-
-
-# Still this rank's part of the gradient: its norm stays refused.
-_COPIES = {"detach", "clone", "to", "float", "double", "abs", "view", "reshape", "flatten", "contiguous"}
+_OTHER_NORMS = NORMS - _VECTOR_NORMS - {"_foreach_norm"}
 
 
 class ShardedGrad(torch.Tensor):
@@ -63,7 +56,7 @@ class ShardedGrad(torch.Tensor):
             _forget_pending(args[0])
         with engine_access():
             result = func(*args, **kwargs)
-            if name in _COPIES or (name == "__get__" and func.__self__.__name__ == "data"):
+            if name in COPIES or (name == "__get__" and func.__self__.__name__ == "data"):
                 return _like(result, args[0])
             return result
 

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .errors import GradientError, ShardedAccessError, WrapError
 from .flat_param import owner_of
 from .gradient import PendingGrad, ShardedGrad, pending_error
-from .parameter import RestingLeaf, ShardedParameter, engine_access, info_of, read_grad
+from .parameter import LocalSlice, RestingLeaf, ShardedParameter, as_local_slice, engine_access, info_of, read_grad
 
 __all__ = ["WHOLE_TENSOR_OPTIMIZERS", "exempt", "flip_again", "install", "restore"]
 
@@ -62,6 +62,8 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if optimizer not in _checked:
         _check_kind(optimizer, sharded[0])
         _check_state(optimizer, sharded)
+        optimizer.register_state_dict_post_hook(_guard_saved_state)
+        optimizer.register_load_state_dict_pre_hook(_accept_saved_state)
         _checked.add(optimizer)
     _check_gradients(sharded)
     _check_others(optimizer, sharded)
@@ -165,9 +167,42 @@ def _check_kind(optimizer: Any, parameter: torch.Tensor) -> None:
         )
 
 
+def _guard_saved_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """What ``state_dict()`` returns refuses to be written to a file, as the parameters' slices do.
+
+    A file that one rank writes would hold its part of every moment, and load on all ranks as if it were theirs.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    guarded = {}
+    for index, values in state_dict["state"].items():
+        info = info_of(parameters[index]) if isinstance(index, int) else None
+        if info is not None and isinstance(values, dict):
+            numel = info.local_range[1] - info.local_range[0]
+            values = {
+                key: as_local_slice(value, info) if isinstance(value, torch.Tensor) and value.shape == (numel,) else value
+                for key, value in values.items()
+            }
+        guarded[index] = values
+    return {**state_dict, "state": guarded}
+
+
+def _accept_saved_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The reverse, for ``load_state_dict()``: the optimizer works on plain tensors."""
+    plain = {index: _plain(values) if isinstance(values, dict) else values for index, values in state_dict["state"].items()}
+    return {**state_dict, "state": plain}
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.as_subclass(torch.Tensor) if isinstance(value, LocalSlice) else value for key, value in values.items()
+    }
+
+
 def _check_state(optimizer: Any, sharded: list[torch.Tensor]) -> None:
     with engine_access():
         for p in sharded:
+            if p in optimizer.state:
+                optimizer.state[p].update(_plain(optimizer.state[p]))  # loaded before the hooks were there
             for key, value in optimizer.state.get(p, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != p.shape:
                     info = info_of(p)

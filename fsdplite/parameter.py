@@ -55,19 +55,46 @@ def info_of(parameter: torch.Tensor) -> ParameterInfo | None:
     return parameter.__dict__.get("_fsdp_info") if isinstance(parameter, torch.Tensor) else None
 
 
-_SLICE_COPIES = {"clone", "detach", "to", "cpu", "cuda", "half", "float", "double", "bfloat16", "contiguous"}
+# Still this rank's part of a parameter or gradient: it stays refused where a part would be taken for the whole.
+COPIES = {
+    "clone", "detach", "to", "cpu", "cuda", "half", "float", "double", "bfloat16", "contiguous", "abs", "view", "reshape",
+    "flatten",
+}  # fmt: skip
+NORMS = {
+    "linalg_vector_norm", "vector_norm", "norm", "linalg_norm", "linalg_matrix_norm", "matrix_norm", "nuclear_norm",
+    "frobenius_norm", "dist", "renorm", "renorm_", "normalize", "cdist", "_foreach_norm",
+}  # fmt: skip
 
 
 class LocalSlice(torch.Tensor):
-    """A plain tensor in arithmetic, which refuses to be written to a file as if it were the whole parameter."""
+    """A plain tensor in element-wise arithmetic. It refuses norms, and to be written to a file as if it were whole."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in NORMS:
+            owner = next(_instances_in((args, kwargs or {}), LocalSlice))
+            raise owner._refuse_norm(name)
         with engine_access():
             result = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in _SLICE_COPIES and isinstance(result, torch.Tensor) and "_fsdp_info" in args[0].__dict__:
-            return as_local_slice(result, args[0].__dict__["_fsdp_info"])
+        if name in COPIES and isinstance(result, torch.Tensor) and isinstance(args[0], LocalSlice):
+            return as_local_slice(result, args[0]._fsdp_info) if result.numel() == args[0].numel() else result
         return result
+
+    def _refuse_norm(self, call: str) -> ShardedAccessError:
+        info: ParameterInfo = self._fsdp_info
+        with engine_access():
+            numel = self.numel()
+        return ShardedAccessError(
+            f"'{call}' of a parameter's slice would be the number of one rank's part",
+            expected=f"the full tensor of shape {tuple(info.full_shape)}",
+            found=f"this rank's slice of {numel} of {info.full_shape.numel()} elements",
+            unit=info.flat.unit_name,
+            parameter=info.name,
+            rank=info.flat.groups.rank,
+            cure="open `with fsdp.full_params(module):`, where the parameter is whole; for the slice alone take "
+            "p.detach().as_subclass(torch.Tensor)",
+        )
 
     def _refuse(self, call: str) -> ShardedAccessError:
         info = self.__dict__.get("_fsdp_info")
@@ -77,7 +104,7 @@ class LocalSlice(torch.Tensor):
             unit=info.flat.unit_name if info else None,
             parameter=info.name if info else None,
             rank=info.flat.groups.rank if info else None,
-            cure="use fsdp.save_checkpoint(root, model, ...) for a checkpoint, or write what "
+            cure="use fsdp.save_checkpoint(root, model, optimizer, ...) for a checkpoint, or write what "
             "fsdp.full_state_dict(model) returns",
         )
 
@@ -100,6 +127,7 @@ class LocalSlice(torch.Tensor):
 
 
 def as_local_slice(tensor: torch.Tensor, info: ParameterInfo) -> LocalSlice:
+    """A tensor of one element per element of this rank's slice, guarded."""
     local = tensor.as_subclass(LocalSlice)
     local._fsdp_info = info
     return local
@@ -123,6 +151,10 @@ _ELEMENTWISE = {
     "ceil_", "trunc_", "tanh_", "sigmoid_", "relu_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__",
     "constant_", "ones_", "zeros_",
 }  # fmt: skip
+_WRITES = {"__setitem__"} | {
+    f"__i{operator}__"
+    for operator in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+}
 _FILLING = {"zero_", "fill_", "copy_", "constant_", "ones_", "zeros_"}
 _RANDOM = {
     "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "geometric_", "log_normal_",
@@ -289,7 +321,7 @@ def _refusal(parameter: torch.Tensor, call: str) -> ShardedAccessError:
     info: ParameterInfo = parameter.__dict__["_fsdp_info"]
     with engine_access():
         numel = parameter.numel()
-    if call in _RANDOM or call.endswith("_"):
+    if call in _RANDOM or call in _WRITES or (call.endswith("_") and not call.endswith("__")):
         cure = (
             "open `with fsdp.full_params(module, writeback=True):` around the edit; inside it the parameter is whole, "
             "and what is written there is kept"

@@ -114,7 +114,8 @@ def as_precision(value: Any) -> Precision:
     if isinstance(value, str) and value in _WORDS:
         return _WORDS[value]
     words = ", ".join(f'"{word}"' for word in _WORDS)
-    found = f"{value!r}" + did_you_mean(value, _WORDS)
+    meant = next((word for word, known in _WORDS.items() if known.param_dtype is value), value)
+    found = f"{value!r}" + did_you_mean(meant, _WORDS)
     raise ConfigError("unknown precision", expected=f"{words}, a Precision, or None", found=found)
 
 

@@ -7,6 +7,7 @@ device, so a thread watches what is pending, prints the same report and aborts t
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -31,11 +32,11 @@ class Waiting:
 
     __slots__ = ("phase", "step", "trail", "unit")
 
-    def __init__(self, unit: str, phase: str, step: int, trail: Callable[[], str] | None = None) -> None:
+    def __init__(self, unit: str, phase: str, step: int, trail: Callable[[], list[str]] | None = None) -> None:
         self.unit = unit
         self.phase = phase
         self.step = step
-        self.trail = trail  # what this rank did before, asked only when it is stuck
+        self.trail = trail  # what this rank did since ranks were last alike, asked only when it is stuck
 
     def __str__(self) -> str:
         return f"{self.phase} of unit {unit_label(self.unit)} in step {self.step}"
@@ -43,44 +44,65 @@ class Waiting:
 
 def diagnose(groups: Groups, waiting: Waiting, cause: BaseException | str) -> CollectiveError:
     """Exchange notes with the other ranks of ``groups`` and return the error to raise."""
-    others = {}
-    own = str(waiting) + (f" (last: {waiting.trail()})" if waiting.trail is not None else "")
+    known = {groups.rank: _Note(str(waiting), waiting.trail() if waiting.trail is not None else [])}
+    notes = []
     try:
-        others = _exchange_notes(groups, own)
-        notes = [f"rank {rank} waits in {text}" for rank, text in sorted(others.items())]
+        known |= _exchange_notes(groups, known[groups.rank])
     except Exception as failure:  # the store lives on a rank that is gone; the report must still come out
         notes = [f"the store cannot be read ({failure})"]
-    missing = [rank for rank in groups.ranks if rank != groups.rank and rank not in others]
-    notes.insert(0, f"rank {groups.rank} waits in {own}")
+    notes = [f"rank {rank} waits in {note.place}" for rank, note in sorted(known.items())] + notes
+    missing = [rank for rank in groups.ranks if rank not in known]
     if missing:
         notes.append("missing: " + ", ".join(f"rank {rank}" for rank in missing))
     else:
-        notes.append("no rank is missing: the ranks run different units")
+        notes.append("no rank is missing: they wait for each other in different places")
+    apart = _where_apart({rank: note.trail for rank, note in sorted(known.items())})
+    if apart:
+        notes.append(f"they came apart here: {apart}")
+    elif known[groups.rank].trail:
+        notes.append("before: " + ", ".join(known[groups.rank].trail[-4:]))
+    look = "Look at the missing ranks' output first." if missing else "An evaluation or a generation has to run on all."
     return CollectiveError(
         f"a collective failed or timed out ({groups.timeout.total_seconds():g} s): {waiting}",
         found="; ".join(notes),
         unit=waiting.unit,
         rank=groups.rank,
-        cure="every rank must run the same units in the same order, as often as the others. Look at the missing "
-        f"ranks' output first. Cause here: {cause}",
+        cure=f"every rank must run the same units in the same order, as often as the others. {look} Cause here: {cause}",
     )
 
 
-def _exchange_notes(groups: Groups, text: str) -> dict[int, str]:
+@dataclass(frozen=True)
+class _Note:
+    """What a stuck rank tells the others: where it waits, and what it did before."""
+
+    place: str
+    trail: list[str]
+
+
+def _where_apart(trails: dict[int, list[str]]) -> str | None:
+    """The first thing that not all ranks did, rank by rank; None if each did what the others did as far as it got."""
+    for step in range(max(map(len, trails.values()), default=0)):
+        at = {rank: trail[step] for rank, trail in trails.items() if step < len(trail)}
+        if len(set(at.values())) > 1:
+            return ", ".join(f"rank {rank}: {did}" for rank, did in at.items())
+    return None
+
+
+def _exchange_notes(groups: Groups, own: _Note) -> dict[int, _Note]:
     store = dist.distributed_c10d._get_default_store()
     scope = "-".join(map(str, groups.ranks)) if len(groups.ranks) <= 8 else f"{min(groups.ranks)}x{len(groups.ranks)}"
-    store.set(f"{_PREFIX}/{scope}/{groups.rank}", f"{time.time()} {text}")
+    store.set(f"{_PREFIX}/{scope}/{groups.rank}", json.dumps([time.time(), own.place, own.trail]))
     waiting_for = [rank for rank in groups.ranks if rank != groups.rank]
-    found: dict[int, str] = {}
+    found: dict[int, _Note] = {}
     fresh_after = time.time() - 2 * groups.timeout.total_seconds() - 60  # an older note is from another failure
     deadline = time.monotonic() + _GRACE_S
     while waiting_for and time.monotonic() < deadline:
         for rank in list(waiting_for):
             key = f"{_PREFIX}/{scope}/{rank}"
             if store.check([key]):
-                stamp, _, note = store.get(key).decode().partition(" ")
-                if float(stamp) >= fresh_after:
-                    found[rank] = note
+                stamp, place, trail = json.loads(store.get(key))
+                if stamp >= fresh_after:
+                    found[rank] = _Note(place, trail)
                     waiting_for.remove(rank)
         if waiting_for:
             time.sleep(0.05)

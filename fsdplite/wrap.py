@@ -8,6 +8,7 @@ import inspect
 import json
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -131,14 +132,31 @@ def fsdp_wrap(
         failure = error
     description = None
     if failure is None:
-        header = f"stage={stage} policy={policy.describe() if policy else None} {precision.describe()}"
-        header += f" reshard_after_forward={reshard_after_forward} prefetch={prefetch} sync_params={sync_params}"
-        header += f" recompute={segments or type(recompute).__name__} {offload.describe()}"
-        description = [header, *_describe(plan)]
+        options = {
+            "stage": stage,
+            "policy": policy.describe() if policy else None,
+            "precision": precision.describe(),
+            "reshard_after_forward": reshard_after_forward,
+            "prefetch": prefetch,
+            "sync_params": sync_params,
+            "recompute": segments or (recompute.describe() if recompute is not None else None),
+            "offload": offload.describe(),
+            "forward_methods": methods,
+        }
+        description = [f"{name}={value}" for name, value in options.items()] + _describe(plan)
     _check_ranks_agree(groups, description, failure)
     _install()
     wrapped = _Wrapping(
-        module, plan, row, groups, precision, reshard_after_forward, prefetch, sync_params, methods, offload
+        module=module,
+        plan=plan,
+        stage=row,
+        groups=groups,
+        precision=precision,
+        reshard_after_forward=reshard_after_forward,
+        prefetch=prefetch,
+        sync=sync_params,
+        methods=methods,
+        offload=offload,
     ).finish()
     if segments is not None:
         recompute_in_segments(segments, blocks, groups)
@@ -152,34 +170,24 @@ def _install() -> None:
     hide_from_dynamo(__package__)
 
 
+@dataclass
 class _Wrapping:
     """One call of ``fsdp_wrap``, after everything has been checked."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        plan: Partition,
-        stage: Stage,
-        groups: Groups,
-        precision: Precision,
-        reshard_after_forward: bool | None,
-        prefetch: int,
-        sync: bool,
-        methods: tuple[str, ...],
-        offload: Offload,
-    ) -> None:
-        self.module = module
-        self.plan = plan
-        self.stage = stage
-        self.groups = groups
-        self.precision = precision
-        self.reshard_after_forward = reshard_after_forward
-        self.prefetch = prefetch
-        self.sync = sync
-        self.methods = methods
-        self.device = _compute_device(plan, groups)
-        self.offload = offload
-        self.kept, self.kept_outermost = kept_modules(module, precision)
+    module: nn.Module
+    plan: Partition
+    stage: Stage
+    groups: Groups
+    precision: Precision
+    reshard_after_forward: bool | None
+    prefetch: int
+    sync: bool
+    methods: tuple[str, ...]
+    offload: Offload
+
+    def __post_init__(self) -> None:
+        self.device = _compute_device(self.plan, self.groups)
+        self.kept, self.kept_outermost = kept_modules(self.module, self.precision)
 
     def finish(self) -> nn.Module:
         owners: dict[int, tuple[FlatParameter, int]] = {}

@@ -88,3 +88,35 @@ def parts_by_rank() -> None:
 
 def test_parts_of_a_unit_that_only_some_ranks_use() -> None:
     run(2, parts_by_rank)
+
+
+def one_evaluates() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fsdp.fsdp_wrap(model, fsdp.by_class(nn.Linear))
+    x = torch.ones(2, 4)
+    for _ in range(2):
+        model(x).sum().backward()
+
+    def step() -> None:
+        if here.rank == 0:
+            with torch.no_grad():
+                model(x)
+        model(x).sum().backward()
+
+    text = expect_loud(step)
+    assert "no rank is missing" in text and "evaluation" in text and "missing ranks" not in text, text
+    assert f"rank {here.rank} waits in" in text and "agreement before" in text
+
+
+def test_an_evaluation_on_one_rank_only() -> None:
+    run(2, one_evaluates, fresh=True, pg_timeout_s=5)
+
+
+def other_options() -> None:
+    text = expect_loud(lambda: fsdp.fsdp_wrap(nn.Linear(3, 3), prefetch=here.rank), "prefetch=0", "prefetch=1")
+    assert "stage" not in text and "recompute" not in text, text
+    expect_loud(lambda: fsdp.fsdp_wrap(nn.Linear(3, 3), stage=2 + here.rank), "stage=2", "stage=3")
+
+
+def test_the_option_that_differs_is_named() -> None:
+    run(2, other_options, fresh=True, pg_timeout_s=5)

@@ -362,3 +362,20 @@ def pickled() -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_pickling_a_slice(world_size: int) -> None:
     run(world_size, pickled)
+
+
+def cures() -> None:
+    """The cure fits what was tried: a read is not answered with how to edit."""
+    model = wrapped_stack()
+    weight = model.head.weight
+    for read in (lambda: weight[0, 0], lambda: len(weight), lambda: weight @ weight.t(), lambda: ~weight):
+        text = expect_loud(read, "head.weight", "full_params")
+        assert "around the edit" not in text, text
+    for write in (lambda: weight.__setitem__((0, 0), 1.0), lambda: weight.normal_(), lambda: weight.cumsum_(0)):
+        expect_loud(write, "head.weight", "around the edit", "writeback=True")
+    expect_loud(lambda: fsdp.fsdp_wrap(nn.Linear(2, 2), precision=torch.bfloat16), "did you mean 'bf16'")
+    assert set(dir(fsdp)) == set(fsdp.__all__)
+
+
+def test_cures_fit() -> None:
+    run(1, cures)

@@ -199,6 +199,64 @@ def test_slices_are_not_written_to_files(world_size: int) -> None:
     run(world_size, for_each, [(stage,) for stage in stages(world_size)], files_of_slices)
 
 
+def norms_of_slices(stage: int) -> None:
+    """Element-wise arithmetic on a slice is right; its norm is a part's, however the slice was come by."""
+    model = fsdp.fsdp_wrap(seeded(Stack, 2), fsdp.by_class("Block"), stage=stage)
+    weight = model.head.weight
+    ways = {
+        "detach": weight.detach(),
+        "data": weight.data,
+        "clone": weight.detach().clone(),
+        "float": weight.detach().float(),
+        "abs": weight.detach().abs(),
+        "state_dict": model.state_dict()["head.weight"],
+    }
+    for way, part in ways.items():
+        for norm in (lambda t: t.norm(), torch.linalg.vector_norm, torch.norm, lambda t: torch._foreach_norm([t])):
+            expect_loud(lambda: norm(part), "head.weight", "full_params")
+        assert torch.equal(plain(part * 2), plain(part) * 2), way
+    with fsdp.full_params(model):
+        expected = seeded(Stack, 2).head.weight.norm()
+        assert_close(model.head.weight.detach().norm(), expected, bitwise=True)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_norms_of_slices_are_refused(world_size: int) -> None:
+    run(world_size, for_each, [(stage,) for stage in stages(world_size)], norms_of_slices)
+
+
+def optimizer_state(stage: int) -> None:
+    """Moments are slices too: not to be written to a file, and to be loaded back as they are."""
+    reference = seeded(Stack, 2)
+    train_ref(reference, adamw(reference), range(4), stack_batch, here.world_size)
+    model = fsdp.fsdp_wrap(seeded(Stack, 2), fsdp.by_class("Block"), stage=stage)
+    optimizer = adamw(model)
+    train_rank(model, optimizer, range(2), stack_batch, here.rank)
+    saved = optimizer.state_dict()
+    expect_loud(lambda: torch.save(saved, io.BytesIO()), "save_checkpoint")
+    expect_loud(lambda: torch.save({"optimizer": optimizer.state_dict()}, io.BytesIO()), "save_checkpoint")
+    saved = copy.deepcopy(saved)
+    train_rank(model, optimizer, range(2, 3), stack_batch, here.rank)
+    fresh = adamw(model)  # its first load comes before its first step
+    for reader in (optimizer, fresh):
+        reader.load_state_dict(saved)
+        for values in reader.state.values():
+            assert values["step"].item() == 2
+    # Back to where the moments belong, and on: the run that never stopped.
+    model.load_state_dict(seeded(Stack, 2).state_dict())
+    again = adamw(model)
+    train_rank(model, again, range(2), stack_batch, here.rank)
+    fresh.load_state_dict(again.state_dict())
+    train_rank(model, fresh, range(2, 4), stack_batch, here.rank)
+    assert all(type(v) is Tensor for values in fresh.state.values() for v in values.values())
+    assert_parity(model, reference)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_optimizer_state_is_not_written_to_files(world_size: int) -> None:
+    run(world_size, for_each, [(stage,) for stage in stages(world_size)], optimizer_state)
+
+
 def whole_state(stage: int, policy: Any, dtype: torch.dtype | None) -> None:
     model, reference = seeded(Tied), seeded(Tied)
     fsdp.fsdp_wrap(model, policy, stage=stage)
