@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
-import json
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,9 +14,9 @@ from torch import nn
 
 from . import optimizer_hooks
 from .collectives import broadcast
-from .control import FLAGS, WRAP, exchange, exchange_texts
+from .control import FLAGS, exchange
 from .dynamo import hide_from_dynamo
-from .errors import ConfigError, PolicyError, RankMismatchError, UnknownOptionError, WrapError, did_you_mean
+from .errors import ConfigError, PolicyError, UnknownOptionError, WrapError, did_you_mean
 from .flat_param import FlatParameter
 from .flat_spec import FlatSpec, group_parameters
 from .fsdp_unit import become_unit, state_of
@@ -41,6 +39,7 @@ from .stage import Stage, stage_of
 from .unit import UnitState
 from .watchdog import Waiting
 from .whole_values import accept_whole_values
+from .wrap_agreement import check_ranks_agree, describe
 
 __all__ = ["fsdp_wrap"]
 
@@ -143,8 +142,8 @@ def fsdp_wrap(
             "offload": offload.describe(),
             "forward_methods": methods,
         }
-        description = [f"{name}={value}" for name, value in options.items()] + _describe(plan)
-    _check_ranks_agree(groups, description, failure)
+        description = [f"{name}={value}" for name, value in options.items()] + describe(plan)
+    check_ranks_agree(groups, description, failure)
     _install()
     wrapped = _Wrapping(
         module=module,
@@ -396,58 +395,3 @@ def _has_cuda(group: Any) -> bool:
         return group._get_backend(torch.device("cuda")).name() != "gloo"
     except RuntimeError:
         return False
-
-
-def _describe(plan: Partition) -> list[str]:
-    """One line per unit and parameter, equal on all ranks if they wrap the same model."""
-    lines = []
-    for spec in plan.units:
-        lines.append(f"unit '{spec.name}' is a {type(spec.module).__name__}")
-        for param in spec.params:
-            p = param.parameter
-            lines.append(
-                f"parameter '{'|'.join(param.names)}' {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
-            )
-        lines += [f"buffer '{b.name}' {tuple(b.module._buffers[b.key].shape)} {b.module._buffers[b.key].dtype}"
-                  for b in spec.buffers]  # fmt: skip
-    lines += [f"unit '{name}' from before" for name, _ in plan.nested]
-    lines += [f"ignored '{spec.name}' {tuple(spec.parameter.shape)}" for spec in plan.ignored_params]
-    return lines
-
-
-def _check_ranks_agree(groups: Groups, description: list[str] | None, failure: Exception | None) -> None:
-    """Raise here what any rank found wrong, and where ranks differ, on all of them.
-
-    Collective: one message on the control group.
-    """
-    if groups.control is None:
-        if failure is not None:
-            raise failure
-        return
-    waiting = Waiting("", "comparison of models in fsdp_wrap", 0)
-    digest = hashlib.sha256(json.dumps(description).encode()).digest()
-    merged = exchange(groups, WRAP, int.from_bytes(digest[:7], "little"), bytes([failure is not None]), waiting)
-    if merged is not None and not merged[0]:
-        return
-    texts = exchange_texts(groups, [description, str(failure) if failure is not None else None], waiting)
-    if failure is not None:
-        raise failure
-    _raise_difference(groups, texts)
-
-
-def _raise_difference(groups: Groups, texts: list) -> None:
-    for rank, (_, failed) in zip(groups.ranks, texts):
-        if failed is not None:
-            raise RankMismatchError(f"fsdp_wrap failed on rank {rank}", found=failed, rank=rank)
-    descriptions = [lines for lines, _ in texts]
-    for position in range(max(len(lines) for lines in descriptions)):
-        column = [lines[position] if position < len(lines) else "nothing" for lines in descriptions]
-        if len(set(column)) > 1:
-            raise RankMismatchError(
-                "ranks wrap different models or use different options",
-                expected=f"rank {groups.ranks[0]}: {column[0]}",
-                found="; ".join(f"rank {r}: {c}" for r, c in zip(groups.ranks, column) if c != column[0]),
-                rank=groups.rank,
-                cure="build the same model with the same options on every rank",
-            )
-    raise AssertionError("descriptions differ in their hash only")
