@@ -24,11 +24,12 @@ __all__ = [
     "WORKING",
     "clean",
     "defect",
-    "find_step",
     "latest_step",
     "list_checkpoints",
     "load_manifest",
     "publish",
+    "published",
+    "published_itself",
     "retain",
     "retire",
     "root_path",
@@ -69,47 +70,33 @@ def root_path(root: Any) -> str:
 
 
 def list_checkpoints(root: Any) -> list[CheckpointInfo]:
-    """The published checkpoints in ``root``, lowest step first. Other things in it are left alone and not listed."""
-    return [
-        CheckpointInfo(manifest.step, path, manifest.world_size, manifest.total_bytes)
-        for path, manifest in _published(file_system(root_path(root)), root_path(root))
-    ]
+    """The published checkpoints in ``root``, lowest step first. Other things in it are left alone and not listed.
+
+    The directory of one step stands for itself; a root that is empty, or not there yet, has none.
+
+    Raises:
+        CheckpointError: ``root`` is a file.
+    """
+    place = root_path(root)
+    fs = file_system(place)
+    try:
+        found = published(fs, place)
+    except NotADirectoryError:
+        raise CheckpointError(
+            "a root of checkpoints is a directory, and this is a file",
+            phase="find",
+            path=place,
+            cure="give the root that save_checkpoint was given",
+        ) from None
+    if not found and (itself := published_itself(fs, place)) is not None:
+        found = [(place, itself)]
+    return [CheckpointInfo(manifest.step, path, manifest.world_size, manifest.total_bytes) for path, manifest in found]
 
 
 def latest_step(root: Any) -> int | None:
-    """The highest published step in ``root``, None if there is none."""
+    """The highest published step in ``root``, None if there is none. Paths are as in :func:`list_checkpoints`."""
     found = list_checkpoints(root)
     return found[-1].step if found else None
-
-
-def find_step(fs: FileSystem, root: str, step: int | str) -> str:
-    """The directory of a published step, or of the latest."""
-    found = {manifest.step: path for path, manifest in _published(fs, root)}
-    if step == "latest":
-        if found:
-            return found[max(found)]
-        raise CheckpointError("there is no published checkpoint here", phase="find", path=root)
-    if not isinstance(step, int) or isinstance(step, bool):
-        raise ConfigError("step is a number or 'latest'", found=repr(step))
-    if step not in found:
-        raise CheckpointError(
-            f"step {step} is not published here",
-            found=f"steps {sorted(found)}" if found else "no checkpoint",
-            phase="find",
-            path=root,
-            cure=_why_unpublished(fs, os.path.join(root, step_directory(step))),
-        )
-    return found[step]
-
-
-def _why_unpublished(fs: FileSystem, path: str) -> str | None:
-    try:
-        problem = defect(fs, path, load_manifest(fs, path))
-    except CheckpointError as error:
-        problem = str(error)
-    except OSError:
-        return None
-    return f"{path} is there and is not complete: {problem}"
 
 
 def load_manifest(fs: FileSystem, path: str) -> Manifest:
@@ -124,7 +111,8 @@ def load_manifest(fs: FileSystem, path: str) -> Manifest:
     return decode(raw, name)
 
 
-def _published(fs: FileSystem, root: str) -> list[tuple[str, Manifest]]:
+def published(fs: FileSystem, root: str) -> list[tuple[str, Manifest]]:
+    """The published steps in a root, lowest first: their directories and manifests."""
     try:
         names = fs.list(root)
     except FileNotFoundError:
@@ -139,6 +127,19 @@ def _published(fs: FileSystem, root: str) -> list[tuple[str, Manifest]]:
         if match and match[2] == "replaced" and int(match[1]) not in found:
             _add(fs, os.path.join(root, name), int(match[1]), found)
     return [found[step] for step in sorted(found)]
+
+
+def published_itself(fs: FileSystem, path: str) -> Manifest | None:
+    """The manifest of a path that is not a root but one complete checkpoint, moved elsewhere or not."""
+    name = os.path.basename(path)
+    try:
+        manifest = load_manifest(fs, path)
+        if WORKING.fullmatch(name) or defect(fs, path, manifest) is not None:
+            return None
+    except (CheckpointError, FileNotFoundError):
+        return None
+    match = PUBLISHED.fullmatch(name)
+    return manifest if match is None or int(match[1]) == manifest.step else None
 
 
 def _add(fs: FileSystem, path: str, step: int, found: dict[int, tuple[str, Manifest]]) -> None:
@@ -173,8 +174,14 @@ def staging_directory(fs: FileSystem, root: str, step: int, run_id: str) -> str:
 
 
 def refuse_replacing(fs: FileSystem, root: str, step: int) -> None:
-    """A published step at a URL cannot be exchanged for another in one operation."""
-    if fs.is_remote and any(manifest.step == step for _, manifest in _published(fs, root)):
+    """A published step at a URL cannot be exchanged for another in one operation; and no step goes into a step."""
+    if (itself := published_itself(fs, root)) is not None:
+        raise ConfigError(
+            f"the root is itself the directory of a checkpoint, of step {itself.step}",
+            found=root,
+            cure=f"give the root, {os.path.dirname(root)}",
+        )
+    if fs.is_remote and any(manifest.step == step for _, manifest in published(fs, root)):
         raise ConfigError(
             f"step {step} is published already, and at a URL it cannot be replaced without endangering it",
             found=os.path.join(root, step_directory(step)),
@@ -281,7 +288,7 @@ def retain(fs: FileSystem, root: str, keep: int, saved: int, run_id: str) -> Non
 
     A step that is a symbolic link counts, and stays: its files belong elsewhere.
     """
-    found = _published(fs, root)
+    found = published(fs, root)
     for path, manifest in found[:-keep]:
         if manifest.step == saved or fs.is_link(path):
             continue

@@ -7,9 +7,10 @@ import os
 import secrets
 from typing import TYPE_CHECKING, Any, Iterator
 
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, did_you_mean
 from .catalog import load_manifest, make_directories, remove_tree, root_path
 from .dtypes import ITEMSIZE
+from .find import locate
 from .manifest import Manifest, TensorRecord, intersect
 from .reading import BUFFER_BYTES, RankFile, Request, refuse_damage
 from .remote import file_system
@@ -19,27 +20,31 @@ from .storage import File, FileSystem, is_url, read_all, write_exactly
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["INDEX", "SINGLE", "export_safetensors"]
+__all__ = ["INDEX", "SINGLE", "WORDS", "export_safetensors"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _WORKING = ".exporting-"
+WORDS = {"fp64": "F64", "fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+_LONG_WORDS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _CAST_FROM = {"F64", "F32", "F16", "BF16"}  # float8 values stay what they are
 
 
 def export_safetensors(
-    path: Any, out_dir: Any, *, dtype: torch.dtype | None = None, max_shard_bytes: int = 5_000_000_000
+    path: Any, out_dir: Any, *, dtype: torch.dtype | str | None = None, max_shard_bytes: int = 5_000_000_000
 ) -> list[str]:
     """Write a checkpoint's parameters and buffers as a Hugging Face folder.
 
     One ``model.safetensors``, or several ``model-00001-of-0000N.safetensors`` with an index, which is put in place
     last: a folder that holds neither ``model.safetensors`` nor the index is not complete. Tied weights are written
-    once, under the first of their names.
+    once, under the first of their names: :func:`load_safetensors`, and ``load_model`` of safetensors, know about
+    that; a plain ``load_state_dict`` takes it with ``strict=False`` after the model has tied its weights.
 
     Args:
-        path: A published ``step-<n>`` directory.
+        path: A published ``step-<n>`` directory, or a root, which stands for its latest one.
         out_dir: Created if it is not there. May hold other files (a config, a tokenizer), but no finished export.
-        dtype: For floating tensors of 16 bits and more; rounded to nearest. Integers, bools and float8 stay.
+        dtype: ``torch.bfloat16`` or ``"bf16"``, and so on, for floating tensors of 16 bits and more; rounded to
+            nearest. Integers, bools and float8 stay.
         max_shard_bytes: Begin a new file beyond so many bytes; one tensor is never split.
 
     Returns:
@@ -47,13 +52,7 @@ def export_safetensors(
 
     Not collective: call it in one process. Memory: two blocks of 3 MiB. Without ``dtype`` torch is not imported.
     """
-    wanted = None
-    if dtype is not None:
-        from .tensor_bytes import dtype_name
-
-        wanted = dtype_name(dtype, "dtype=")
-        if wanted not in _CAST_FROM:
-            raise ConfigError("dtype must be a floating type of 16 bits or more, or None", found=dtype)
+    wanted = None if dtype is None else _wanted(dtype)
     if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ConfigError("max_shard_bytes must be a positive whole number", found=repr(max_shard_bytes))
     source, target = root_path(path), root_path(out_dir)
@@ -72,8 +71,22 @@ def export_safetensors(
         ) from problem
 
 
+def _wanted(dtype: Any) -> str:
+    """A dtype as safetensors names it, from a word, ``"bfloat16"``, or ``torch.bfloat16``."""
+    word = str(dtype).removeprefix("torch.")
+    name = WORDS.get(word) or WORDS.get(_LONG_WORDS.get(word, ""))
+    if name is None:
+        raise ConfigError(
+            "dtype must be a floating type of 16 bits or more, or None",
+            expected="torch.bfloat16, torch.float16, torch.float32, torch.float64, or " + ", ".join(map(repr, WORDS)),
+            found=repr(dtype) + did_you_mean(word, (*WORDS, *_LONG_WORDS)),
+        )
+    return name
+
+
 def _export(source: str, target: str, dtype: str | None, max_shard_bytes: int) -> list[str]:
     fs, source_fs = file_system(target), file_system(source)
+    source = locate(source_fs, source)
     manifest = load_manifest(source_fs, source)
     files: list[RankFile] = []
     try:

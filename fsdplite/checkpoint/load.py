@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 import zlib
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +14,14 @@ from torch import nn
 from ..errors import CheckpointError, RankMismatchError
 from . import background, catalog, model_state
 from .agree import Agreement
+from .find import find_step
 from .manifest import MANIFEST, Manifest, decode
 from .optimizer_load import OptimizerLoad
 from .read_model import Reading, refuse_unfilled
 from .remote import file_system
 from .storage import FileSystem, read_all
 from .tensor_bytes import bytes_of, torch_dtype
+from .user_warning import warn_user
 from .values import decode_value, unpack
 from .wanted import Differences, Target
 from .world import World, alone, is_wrapped, world_of
@@ -30,23 +31,25 @@ __all__ = ["LoadReport", "load_checkpoint"]
 
 @dataclass
 class LoadReport:
-    """What :func:`load_checkpoint` did.
+    """What :func:`load_checkpoint` or :func:`load_safetensors` did.
 
     Attributes:
-        step: Of the checkpoint.
+        step: Of the checkpoint; None for a folder of safetensors files, which has none.
         extra: What was saved as ``extra``.
         per_rank: What this rank saved as ``per_rank``; None if the checkpoint has none for it.
         missing: Names of the model's tensors that the checkpoint does not hold (with ``strict=False``).
         unexpected: Names in the checkpoint that the model does not have.
         bytes_read: Of tensor data, by this rank; without the manifest and headers.
+        notes: What else ``strict=True`` would have refused, in words.
     """
 
-    step: int
+    step: int | None
     extra: Any = None
     per_rank: Any = None
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     bytes_read: int = 0
+    notes: list[str] = field(default_factory=list)
 
 
 def load_checkpoint(
@@ -65,11 +68,12 @@ def load_checkpoint(
     refuses its forward until a load has succeeded.
 
     Args:
-        root: The directory that holds the ``step-<n>`` directories.
+        root: The directory that holds the ``step-<n>`` directories, or one of those.
         model: Wrapped, containing wrapped modules, or plain.
-        optimizer: Gets its state and the settings of its groups, matched by the names of their parameters.
+        optimizer: Of the class that was saved. Gets its state and the settings of its groups, matched by the names of
+            their parameters.
         step: Which; ``"latest"`` is the highest one published.
-        strict: Missing and unexpected names are an error, listed together.
+        strict: Missing and unexpected names, and another class of optimizer, are an error, listed together.
         allow_cast: Allow casts that round (fp32 to bf16). Widening casts are exact and always allowed.
 
     Raises:
@@ -98,7 +102,7 @@ def _find(agreement: Agreement, fs: FileSystem, root: str, options: dict[str, An
     world = agreement.world
     agreement.phase, agreement.path = "find", root
     if world.is_first:
-        path = catalog.find_step(fs, root, options["step"])
+        path = find_step(fs, root, options["step"])
         raw = read_all(fs, os.path.join(path, MANIFEST))
         agreement.tell("go", {"path": path, "crc32": zlib.crc32(raw), "bytes": len(raw), "options": options})
     else:
@@ -158,6 +162,7 @@ class _Load:
             missing=list(differences.missing),
             unexpected=list(differences.unexpected),
             bytes_read=reading.bytes_read,
+            notes=list(differences.notes),
         )
         refuse_unfilled(state, report.missing)
         return report
@@ -182,19 +187,15 @@ class _Load:
         saved = [int(n.removeprefix("per_rank/")) for n, t in manifest.tensors.items() if t.kind == "per_rank"]
         left = [rank for rank in saved if rank >= size]
         if index == 0 and left:
-            warnings.warn(
+            warn_user(
                 f"per_rank values of {len(left)} ranks (first: rank {left[0]}) were left out: the checkpoint was saved "
-                f"on {manifest.world_size} ranks, this run has {size}",
-                UserWarning,
-                stacklevel=5,
+                f"on {manifest.world_size} ranks, this run has {size}"
             )
         record = manifest.tensors.get(f"per_rank/{index}")
         if record is None:
             if saved and index >= manifest.world_size:
-                warnings.warn(
-                    f"rank {index} has no per_rank values: the checkpoint was saved on {manifest.world_size} ranks",
-                    UserWarning,
-                    stacklevel=5,
+                warn_user(
+                    f"rank {index} has no per_rank values: the checkpoint was saved on {manifest.world_size} ranks"
                 )
             return None
         data = torch.empty(record.numel, dtype=torch.uint8)

@@ -13,7 +13,7 @@ from torch import nn
 from ..errors import CheckpointError, ConfigError
 from . import model_state
 from .agree import Agreement
-from .catalog import root_path
+from .catalog import PUBLISHED, root_path
 from .dtypes import ITEMSIZE
 from .export import INDEX, SINGLE
 from .load import LoadReport
@@ -44,7 +44,7 @@ def load_safetensors(model: nn.Module, folder: Any, *, rename: Rename = None, st
         strict: Missing and unexpected names are an error, listed together.
 
     Returns:
-        A report with ``missing``, ``unexpected`` and ``bytes_read``.
+        A report with ``missing``, ``unexpected`` and ``bytes_read``; its ``step`` is None.
 
     Collective for a wrapped model (messages through the store, small); a plain module loads as a world of one.
 
@@ -68,10 +68,16 @@ def _find(fs: FileSystem, folder: str) -> tuple[str, list[str]]:
         names = fs.list(folder)
     except NotADirectoryError:
         return os.path.split(folder)[0], [os.path.split(folder)[1]]
-    if MANIFEST in names:
+    except FileNotFoundError:
         raise CheckpointError(
-            "this folder is a checkpoint", phase="find", path=folder,
-            cure="use fsdp.load_checkpoint(root, model), or make a folder with fsdp.export_safetensors",
+            "there is no such folder", expected="a folder of safetensors files, or one such file", phase="find",
+            path=folder, errno=errno.ENOENT, cure="a name on a hub is not a path: download the folder first",
+        ) from None  # fmt: skip
+    if MANIFEST in names or any(PUBLISHED.fullmatch(name) for name in names):
+        raise CheckpointError(
+            "this folder is a checkpoint" if MANIFEST in names else "this folder is a root of checkpoints",
+            phase="find", path=folder,
+            cure=f'use fsdp.load_checkpoint("{folder}", model), or make a folder with fsdp.export_safetensors',
         )  # fmt: skip
     if INDEX in names:
         path = os.path.join(folder, INDEX)
@@ -117,10 +123,10 @@ def _load(reading: Reading, model: nn.Module, names: list[str], rename: Rename, 
     differences = Differences()
     stored = reading.match(manifest, state, False, differences)
     targets, write_backs = reading.model_targets(state, stored)
-    differences.refuse(strict, reading.folder)
+    differences.refuse(strict, reading.folder, may_cast=False)
     reading.fill(manifest, targets, state, [t for t in state.tensors if t.name in stored], write_backs, inside)
     report = LoadReport(
-        step=-1,
+        step=None,
         missing=list(differences.missing),
         unexpected=list(differences.unexpected),
         bytes_read=reading.bytes_read,

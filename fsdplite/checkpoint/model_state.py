@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -19,6 +18,7 @@ from ..schedule import Schedule
 from ..unit import UnitState
 from .manifest import is_reserved
 from .tensor_bytes import dtype_name, flat_view
+from .user_warning import warn_user
 
 __all__ = ["ModelState", "ModelTensor", "collect", "refuse_unready", "unfilled_names"]
 
@@ -120,11 +120,9 @@ def warn_extra_state(model: nn.Module) -> None:
     """Say which modules keep state that is neither a parameter nor a buffer: it may need code to be read."""
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            warnings.warn(
+            warn_user(
                 f"module '{plain_name(name)}' has a get_extra_state() that this checkpoint does not hold; "
-                "pass what it returns in extra= if it is JSON or tensors",
-                UserWarning,
-                stacklevel=2,
+                "pass what it returns in extra= if it is JSON or tensors"
             )
 
 

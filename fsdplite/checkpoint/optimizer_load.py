@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class OptimizerLoad:
             return
         self._manifest = manifest
         self._section = manifest.optimizer
+        takes = self._takes_state(differences)
         self._saved_group = {
             name: number for number, group in enumerate(self._section["groups"]) for name in group["members"]
         }
@@ -58,6 +60,8 @@ class OptimizerLoad:
             if name.startswith("optimizer/"):
                 parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
                 self._keys.setdefault(parameter, []).append(key)
+        if not takes:
+            return
         wanted = set()
         for number, group in enumerate(optimizer.param_groups):
             members = [member_of(model, p, number) for p in group["params"]]
@@ -73,9 +77,25 @@ class OptimizerLoad:
             if name not in wanted and name in stored_names.values():
                 differences.notes.append(f"unexpected: the checkpoint's optimizer holds '{name}', this one does not")
 
+    def _takes_state(self, differences: Differences) -> bool:
+        """Whether the saved state is of use to this optimizer. Another class is noted, and keeps its own settings."""
+        saved, kind = self._section["class"], type(self._optimizer).__name__
+        self._takes_settings = saved in _classes(self._optimizer)
+        if self._takes_settings:
+            return True
+        ours, theirs = self._optimizer.param_groups[:1], self._section["groups"][:1]
+        alike = bool(ours and theirs) and _setting_names(ours[0]) == _setting_names(theirs[0]["settings"])
+        differences.notes.append(
+            f"optimizer: the checkpoint's is {saved}, this one is {kind}; leave the optimizer out to load the model "
+            "alone; with strict=False its state is " + ("taken, its settings are not" if alike else "left out")
+        )
+        return alike
+
     def _plan_settings(
         self, number: int, group: dict[str, Any], known: list[tuple[ModelTensor, str]], differences: Differences
     ) -> None:
+        if not self._takes_settings:
+            return
         numbers = sorted({self._saved_group[stored] for _, stored in known if stored in self._saved_group})
         if not numbers:
             return
@@ -159,6 +179,25 @@ class OptimizerLoad:
             if parameter not in known
             for key in keys
         }
+
+
+def _classes(optimizer: Any) -> set[str]:
+    """The classes whose state an optimizer can go on with: its own and its bases.
+
+    The first of torch is the last of them: its bases compute something else (AdamW is a subclass of Adam there). An
+    offloaded optimizer is of the class that it was given.
+    """
+    names = set()
+    for cls in getattr(optimizer, "update_class", type(optimizer)).__mro__:
+        names.add(cls.__name__)
+        if cls.__module__.startswith("torch.optim."):
+            break
+    return names
+
+
+def _setting_names(group: Iterable[str]) -> set[str]:
+    """Classes with the same settings keep the same state (Adam and AdamW). Schedulers add one of their own."""
+    return set(group) - {"params", "param_names", "initial_lr"}
 
 
 def _place(value: torch.Tensor, key: str, before: Any, group: dict[str, Any], member: ModelTensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import CheckpointError
 from .catalog import load_manifest, root_path
 from .dtypes import ITEMSIZE
+from .find import locate
 from .manifest import MANIFEST, FileRecord, Manifest
 from .reading import BUFFER_BYTES, Damage, RankFile, Request
 from .remote import file_system
@@ -64,12 +65,20 @@ class Verification:
 
 
 def verify_checkpoint(path: Any) -> Verification:
-    """Read all of one checkpoint (a ``step-<n>`` directory) and compare every checksum. Writes nothing.
+    """Read all of one checkpoint and compare every checksum. Writes nothing.
 
     Finds any flipped bit, missing and replaced files, and files that do not belong to it.
+
+    Args:
+        path: A ``step-<n>`` directory, or a root, which stands for its latest published step; ``.path`` says which.
     """
-    folder = root_path(path)
-    return verify_folder(file_system(folder), folder, lambda read_bytes: None)
+    place = root_path(path)
+    fs = file_system(place)
+    try:
+        folder = locate(fs, place)
+    except (CheckpointError, OSError) as problem:
+        return Verification(place, [Problem(MANIFEST, _in_words(problem))])
+    return verify_folder(fs, folder, lambda read_bytes: None)
 
 
 def verify_folder(fs: FileSystem, folder: str, advance: Callable[[int], None]) -> Verification:

@@ -14,6 +14,9 @@ from .tensor_bytes import bytes_of, torch_dtype
 
 __all__ = ["Differences", "Target", "check_dtype", "sink"]
 
+_SHOWN = 20  # lines of each kind
+_NARROWING = "that cast rounds"
+
 
 @dataclass
 class Target:
@@ -32,32 +35,61 @@ class Differences:
     Attributes:
         missing: Wanted and not stored.
         unexpected: Stored and not wanted.
-        wrong: Shapes and dtypes that do not fit, in words; errors also when not strict.
+        wrong: Shapes and so on that do not fit, in words; errors also when not strict.
+        dtypes: The names of tensors by what is wrong with their dtypes, in words; errors as well.
         notes: What else ``strict`` refuses, in words.
     """
 
     missing: dict[str, str] = field(default_factory=dict)
     unexpected: dict[str, str] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
+    dtypes: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def refuse(self, strict: bool, path: str) -> None:
-        lines = list(self.wrong)
+    def refuse(self, strict: bool, path: str, *, may_cast: bool = True) -> None:
+        """Raise if there is anything. ``may_cast``: the call has an ``allow_cast`` to recommend."""
+        names = []
         if strict:
-            lines += [f"missing: '{name}' {what}" for name, what in self.missing.items()]
-            lines += [f"unexpected: '{name}' {what}" for name, what in self.unexpected.items()]
-            lines += self.notes
-        if not lines:
+            names += [f"missing: '{name}' {what}" for name, what in self.missing.items()]
+            names += [f"unexpected: '{name}' {what}" for name, what in self.unexpected.items()]
+        notes = self.notes if strict else []
+        count = len(self.wrong) + sum(map(len, self.dtypes.values())) + len(names) + len(notes)
+        if not count:
             return
-        shown = lines[:50] + ([f"and {len(lines) - 50} more"] if len(lines) > 50 else [])
+        lines = _first(self.wrong) + [f"dtype: {_counted(found)} {what}" for what, found in self.dtypes.items()]
+        for kind in ("missing", "unexpected"):
+            lines += _first([line for line in names if line.startswith(kind)])
+        cures = []
+        if self.wrong or names or notes:
+            cures.append("load into the model and optimizer that were saved")
+        if names or notes:
+            but = " (other shapes stay errors)" if self.wrong else ""
+            cures.append(f"pass strict=False to leave out what is missing or unexpected{but}")
+        if any(_NARROWING in what for what in self.dtypes):
+            call = "pass allow_cast=True" if may_cast else "export with dtype="
+            cures.append(
+                f'for dtypes, {call} to round, or build the model in the stored one (precision="bf16" computes in bf16 '
+                "all the same)"
+            )
         raise CheckpointError(
-            f"the checkpoint does not fit, in {len(lines)} points; nothing was loaded",
-            found="\n    ".join(["", *shown]),
+            f"the checkpoint does not fit, in {count} point{'s' if count > 1 else ''}; nothing was loaded",
+            found="\n    ".join(["", *lines, *_first(notes)]),
             phase="compare",
             path=path,
-            cure="load into the model that was saved, or pass strict=False to leave out what is missing or unexpected "
-            "(other shapes stay errors; a narrower dtype needs allow_cast=True)",
+            cure="; ".join(cures) or None,
         )
+
+
+def _first(lines: list[str]) -> list[str]:
+    return lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more like these"] if len(lines) > _SHOWN else [])
+
+
+def _counted(names: list[str]) -> str:
+    """The subject of a sentence about some tensors: all names if they are few, or the first and how many."""
+    shown = ", ".join(f"'{name}'" for name in names[:3])
+    if len(names) <= 3:
+        return f"{shown} {'is' if len(names) == 1 else 'are'}"
+    return f"{len(names)} tensors ({shown}, ...) are"
 
 
 def describe(record: TensorRecord) -> str:
@@ -69,10 +101,10 @@ def check_dtype(name: str, stored: str, wanted: str, allow_cast: bool, differenc
     fits = widens(stored, wanted)
     if fits or (fits is False and allow_cast):
         return
-    why = "a narrowing cast needs allow_cast=True" if fits is False else "these are different kinds of numbers"
+    why = _NARROWING if fits is False else "these are different kinds of numbers"
     if fits is None and not is_float(stored) and not is_float(wanted):
         why = "the values might not fit"
-    differences.wrong.append(f"dtype: '{name}' is stored as {stored}, wanted as {wanted}: {why}")
+    differences.dtypes.setdefault(f"stored as {stored}, wanted as {wanted}: {why}", []).append(name)
 
 
 def sink(target: Target, stored: str, first: int) -> Callable[[int, memoryview], None]:

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from ..checkpoint.catalog import load_manifest, root_path
-from ..checkpoint.export import export_safetensors
+from ..checkpoint.export import WORDS, export_safetensors
 from .ckpt_output import Outcome, escaped, size_text, table
 from .ckpt_root import add_step_option, locate
 from .target import UsageError
@@ -21,7 +21,6 @@ which is put in place last. Every byte that is read is checked. Bytes are copied
 imported to round them.
 """
 _EPILOG = "exit codes: 0 written, 1 it failed and the folder holds no finished export, 2 usage"
-_DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
@@ -30,7 +29,7 @@ def add_parser(actions: Any) -> argparse.ArgumentParser:
     parser.add_argument("path", metavar="PATH", help="a step-<n> directory, or a root")
     parser.add_argument("out", metavar="OUT", help="a directory, created if it is not there")
     add_step_option(parser)
-    parser.add_argument("--dtype", choices=tuple(_DTYPES),
+    parser.add_argument("--dtype", choices=tuple(WORDS),
                         help="for floating tensors of 16 bits and more; imports torch")  # fmt: skip
     parser.add_argument("--max-shard-bytes", type=_bytes, default=5 * 10**9, metavar="SIZE",
                         help="begin a new file beyond so many bytes: 5000000, 500MB, 2GiB (default 5GB)")  # fmt: skip
@@ -50,12 +49,7 @@ def run(args: argparse.Namespace) -> Outcome:
     if out == folder or out.startswith(folder + os.sep):
         raise UsageError(f"'{out}' is inside the checkpoint\n  cure: choose a directory elsewhere")
     manifest = load_manifest(fs, folder)
-    dtype = None
-    if args.dtype is not None:
-        import torch
-
-        dtype = getattr(torch, _DTYPES[args.dtype])
-    written = export_safetensors(folder, out, dtype=dtype, max_shard_bytes=args.max_shard_bytes)
+    written = export_safetensors(folder, out, dtype=args.dtype, max_shard_bytes=args.max_shard_bytes)
     files = [{"path": path, "size_bytes": os.path.getsize(path)} for path in written]
     document = {"path": folder, "step": manifest.step, "out": out, "dtype": args.dtype,
                 "tensor_count": len(manifest.model_tensors()), "files": files}  # fmt: skip

@@ -7,7 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ..checkpoint.catalog import PUBLISHED, RANK_FILE, WORKING, defect, find_step, load_manifest, root_path
+from ..checkpoint.catalog import PUBLISHED, RANK_FILE, WORKING, defect, load_manifest, root_path
+from ..checkpoint.find import find_step
 from ..checkpoint.manifest import MANIFEST, Manifest
 from ..checkpoint.remote import file_system
 from ..checkpoint.storage import FileSystem

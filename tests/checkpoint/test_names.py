@@ -224,6 +224,27 @@ def test_K95_strictness_tells_everything_at_once(tmp_path):
     run(2, K95_body, str(tmp_path))
 
 
+def test_equal_problems_are_one_line(tmp_path):
+    """Tensors with one problem are counted, each kind of problem is shown, and its cure stands once."""
+    sizes = {f"n{i}": 3 for i in range(60)}
+    fsdp.save_checkpoint(tmp_path, Named(sizes, 1.0), step=1)
+    narrow = Named(sizes, 1.0, dict.fromkeys(sizes, torch.bfloat16))
+    text = expect_loud(
+        lambda: fsdp.load_checkpoint(tmp_path, narrow),
+        "in 60 points", "60 tensors ('n0.weight', 'n1.weight', 'n2.weight', ...) are stored as F32, wanted as BF16",
+    )  # fmt: skip
+    assert len(text.splitlines()) == 5 and text.count("allow_cast") == 1 and "strict" not in text
+    fsdp.export_safetensors(tmp_path, tmp_path / "out")
+    text = expect_loud(lambda: fsdp.load_safetensors(narrow, tmp_path / "out"), "60 tensors", "dtype=")
+    assert "allow_cast" not in text  # this call has no such argument
+    other = Named({f"other{i}": 3 for i in range(60)} | {"n1": 4}, 1.0)
+    text = expect_loud(
+        lambda: fsdp.load_checkpoint(tmp_path, other),
+        "in 120 points", "shape: 'n1.weight'", "missing: 'other0.weight'", "unexpected: 'n0.weight'", "40 more",
+    )  # fmt: skip
+    assert text.count("strict=False") == 1 and "allow_cast" not in text
+
+
 def A2_body(root):
     model = fsdp.fsdp_wrap(Vec(4, 1.0))
     fsdp.save_checkpoint(root, model, step=1)
@@ -276,5 +297,6 @@ class Stateful(nn.Linear):
 
 
 def test_extra_state_of_modules_is_not_lost_in_silence(tmp_path):
-    with pytest.warns(UserWarning, match="'0'.*get_extra_state"):
+    with pytest.warns(UserWarning, match="'0'.*get_extra_state") as caught:
         fsdp.save_checkpoint(tmp_path, nn.Sequential(Stateful(2, 2)), step=1)
+    assert [w.filename for w in caught] == [__file__]
