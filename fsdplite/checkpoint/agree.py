@@ -313,11 +313,12 @@ class Agreement:
                 raise
             raise SharedFailure(
                 CheckpointError(
-                    f"the store of the process group cannot be reached in {self.call}: the process that holds it, "
-                    f"usually rank {self.world.ranks[0]}'s, is gone",
+                    f"rank {self.world.rank} cannot reach the store of the process group in {self.call}: the process "
+                    f"that holds it is gone (torchrun's agent, or without torchrun rank 0's)",
                     found=str(problem).splitlines()[0],
-                    rank=self.world.ranks[0],
+                    rank=self.world.rank,
                     phase=self.phase,
                     path=self.path,
+                    cure="look at that process's output, and start the job again: what is published is untouched",
                 )
-            ) from problem
+            ) from None  # the rest of the cause is the transport's frames

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import datetime
 import errno
 import os
 import time
+import traceback
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fsdplite as fsdp
 from fsdplite.checkpoint import storage
+from fsdplite.checkpoint.agree import Agreement
+from fsdplite.checkpoint.world import World, alone
 from tests.harness import MLP, expect_loud, here, run
 
 from .faults import Fault, FaultyFileSystem
@@ -299,6 +304,7 @@ def K87_load(root):
         warnings.simplefilter("always")
         own = fsdp.load_checkpoint(root, model, optimizer).per_rank
     told = [str(w.message) for w in caught if "per_rank" in str(w.message)]
+    assert all(w.filename == __file__ for w in caught if "per_rank" in str(w.message))
     if own is None:
         return None, None, told
     torch.set_rng_state(own["rng"])
@@ -315,6 +321,22 @@ def test_K87_per_rank_values_return_to_their_rank(tmp_path):
     assert [len(f[2]) for f in found] == [0, 0, 1] and "rank 2" in found[2][2][0]
     found = run(1, K87_load, str(tmp_path))
     assert found[0][:2] == (expected[0], 0) and len(found[0][2]) == 1 and "rank 1" in found[0][2][0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_store_is_gone(rank):
+    """Said without a rank that it may not be, and without the transport's frames."""
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, None, False, timeout=datetime.timedelta(seconds=5))
+    agreement = Agreement(alone(), "save_checkpoint")
+    agreement.world, agreement._store = World(rank, (0, 1)), client
+    del server
+    with pytest.raises(fsdp.CheckpointError) as caught, agreement.open():
+        agreement.collect("arrived", {})
+    text = "".join(traceback.format_exception(caught.value))
+    assert f"rank {rank} cannot reach the store" in text and "torchrun's agent" in text and "cure:" in text
+    assert f"where: rank {rank}" in text and "C++" not in text and "direct cause" not in text and "During" not in text
+    assert len(str(caught.value).splitlines()) < 7
 
 
 def no_own_collectives(root):
