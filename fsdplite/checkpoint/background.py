@@ -18,7 +18,12 @@ __all__ = ["SaveHandle", "Staging", "drain", "settle", "stage", "start"]
 
 
 class SaveHandle:
-    """A save. Attributes: ``path``, the directory of the checkpoint once it is published."""
+    """A save, perhaps in flight.
+
+    Attributes:
+        path: The directory of the checkpoint, which exists once it is published.
+        done: Whether the save is over, well or not.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
