@@ -53,6 +53,7 @@ def add_parser(commands: Any) -> None:
         help="units: by_class:Block,Other  by_name:blocks.*  by_size:1000  from_model, joined by | (default: one unit)")
     add("--optimizer", default="AdamW", metavar="NAME", help="one of torch.optim, or none (default AdamW)")
     add("--recompute", metavar="WHAT", help="sqrt, a byte budget (2GiB), or a policy as for --policy")
+    add("--offload", choices=("optimizer", "params", "both"), help="what rests in host memory (default: nothing)")
     add("--prefetch", type=int, default=1, metavar="N", help="units gathered ahead (default 1)")
     add("--microbatches", type=int, default=1, metavar="N", help="backwards a step (default 1)")
     add("--no-sync", action="store_true", help="all but the last of them without synchronisation")
@@ -118,6 +119,13 @@ def _plan(args: argparse.Namespace) -> Any:
     options["policy"] = parse_policy(args.policy)
     options["optimizer"] = None if args.optimizer == "none" else args.optimizer
     options["recompute"] = _recompute(args.recompute)
+    if args.offload is not None:
+        from ..offload.options import Offload
+
+        options["offload"] = Offload(
+            params="cpu" if args.offload in ("params", "both") else None,
+            optimizer="cpu" if args.offload in ("optimizer", "both") else None,
+        )
     if args.mesh is not None:
         shape = re.fullmatch(r"(\d+)x(\d+)", args.mesh)
         if shape is None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ConfigError, PolicyError
+from ..offload.options import Offload
 from ..policy import by_class
 from ..precision import as_precision
 from ..recompute.blocks import find_blocks
@@ -20,9 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Change", "Price", "candidates", "price"]
 
-# Only the ratio counts, when computation is weighed against traffic: 400 TFLOP/s beside 50 GB/s a rank.
+# Only the ratios count, when computation is weighed against traffic: 400 TFLOP/s beside 50 GB/s a rank, 25 GB/s to the
+# host, 5 GB/s to its disk, and 100 GB/s of its memory for an update there.
 _FLOPS_PER_S = 4e14
 _BYTES_PER_S = 5e10
+_HOST_BYTES_PER_S = 2.5e10
+_DISK_BYTES_PER_S = 5e9
+_HOST_MEMORY_PER_S = 1e11
 
 
 @dataclass(frozen=True)
@@ -77,12 +82,19 @@ def price(before: Plan, after: Plan) -> Price:
     flops = [sum(task.flops for task in plan.tasks) for plan in (before, after)]
     sent = [plan.traffic.sent_bytes for plan in (before, after)]
     calls = [len(plan.traffic.calls) for plan in (before, after)]
-    time_s = [f / _FLOPS_PER_S + b / _BYTES_PER_S for f, b in zip(flops, sent)]
+    time_s = [f / _FLOPS_PER_S + b / _BYTES_PER_S + _offload_s(p) for f, b, p in zip(flops, sent, (before, after))]
     ranks = ratio(after.question.world_size, before.question.world_size)
     # More collectives, and gathers that nothing hides, cost a little too: they break ties.
     exposed = 0.02 * (before.question.prefetch - after.question.prefetch) + 0.001 * (ratio(calls[1], calls[0]) - 1)
     weight = ranks * ratio(time_s[1], time_s[0]) - 1 + exposed
     return Price(ratio(flops[1], flops[0]), ratio(sent[1], sent[0]), ranks, ratio(calls[1], calls[0]), weight)
+
+
+def _offload_s(plan: Plan) -> float:
+    seconds = (plan.to_device_bytes + plan.to_host_bytes) / _HOST_BYTES_PER_S + plan.disk_bytes / _DISK_BYTES_PER_S
+    if plan.resting.host or plan.resting.disk:
+        seconds += sum(task.bytes for task in plan.tasks if task.kind == "update") / _HOST_MEMORY_PER_S
+    return seconds
 
 
 def candidates(question: Question) -> Iterator[Change]:
@@ -112,6 +124,17 @@ def candidates(question: Question) -> Iterator[Change]:
             f"microbatches={2 * question.microbatches} of half the size",
             lambda q: q.but(batch=_halved(q.batch), microbatches=2 * q.microbatches, steps={}),
         )
+    if question.device != "cpu" and question.offload == Offload():
+        for what, moved in (
+            ("optimizer state", {"optimizer": "cpu"}),
+            ("shards and optimizer state", {"params": "cpu", "optimizer": "cpu"}),
+        ):
+            words = ", ".join(f'{name}="{place}"' for name, place in moved.items())
+            yield Change(
+                f"offload=Offload({words})",
+                lambda q, moved=moved: q.but(offload=Offload(**moved)) if q.offload == Offload() else None,
+                f"{what} in host memory, updated there",
+            )
     if question.precision.param_dtype is None:
         yield Change(
             'precision="bf16"',

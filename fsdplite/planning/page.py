@@ -22,6 +22,7 @@ _PARTS = {
     "reduction buffers": "#d55e00", "gradient shards": "#009e73", "transport copies": "#f0e442",
     "activations": "#cc79a7", "optimizer temporaries": "#999999", "module buffers": "#666666",
     "ignored parameters": "#444444", "batch": "#bbbbbb",
+    "offloaded, beside": "#003f5c",
 }  # fmt: skip
 _KINDS = {
     "compute": "#009e73", "copy": "#7bc8ae", "allocate": "#bbbbbb", "update": "#56b4e9", "control": "#666666",

@@ -35,6 +35,9 @@ class Resting:
         gathered: Full parameters that rest gathered (stages 1 and 2).
         buffers: Registered buffers of modules.
         ignored: Parameters that no unit owns.
+        host: What is offloaded to host memory, mirrors and buffers for files included. On a CPU it is the same memory,
+            and counted above (parameters, gradients, optimizer) or here.
+        disk: Optimizer state in files.
     """
 
     parameters: int
@@ -43,9 +46,12 @@ class Resting:
     gathered: int
     buffers: int
     ignored: int
+    host: int = 0
+    disk: int = 0
 
     @property
     def total(self) -> int:
+        """Bytes of the device that computes."""
         return self.parameters + self.gradients + self.optimizer + self.gathered + self.buffers + self.ignored
 
 
@@ -59,6 +65,8 @@ class Plan:
         peaks: By phase (``"forward"``, ``"backward"``, ``"end of backward"``, ``"step"``): bytes, the unit, the parts.
         traffic: Every collective of one step, and their bytes.
         tasks: Computation and communication in program order.
+        to_device_bytes, to_host_bytes: Offloaded shards that are copied in a step, one way and the other.
+        disk_bytes: Optimizer state that a step reads and writes, together.
         full_peak_bytes: Most bytes of gathered parameters at a time.
         input_bytes: Of one microbatch.
         optimizer: Name of the optimizer.
@@ -70,6 +78,9 @@ class Plan:
     peaks: dict[str, Peak]
     traffic: Traffic
     tasks: tuple[Task, ...]
+    to_device_bytes: int
+    to_host_bytes: int
+    disk_bytes: int
     full_peak_bytes: int
     input_bytes: int
     optimizer: str
@@ -163,7 +174,7 @@ def plan(model: Any, *, world_size: int | None = None, **options: Any) -> Plan:
         world_size: Number of ranks; may be left out if ``mesh`` is given.
         stage, policy, precision, recompute, prefetch, reshard_after_forward, ignored: As for ``fsdp_wrap``.
         optimizer: A class, the name of one in ``torch.optim``, a function from parameters to an optimizer, or None.
-        offload: None.
+        offload: None, or an ``Offload``. Host memory and disk are counted apart from the device, except on a CPU.
         mesh: ``(replicas, shards)`` or a ``DeviceMesh``; None: one replica.
         inputs: One rank's microbatch: a tensor, a tuple of positional or a dict of keyword arguments, or
             ``(args, kwargs)``. Only shapes and dtypes matter. None: activations are left out.
@@ -192,22 +203,30 @@ def answer(question: Question) -> Plan:
     update = _update(units, blueprint, make, question.rank % setup.shard_size, used)
     buffers = sum(unit.tensor_buffer_bytes for unit in units) + blueprint.ignored_buffer_bytes
     ignored = sum(_bytes(spec.parameter) for spec in blueprint.ignored)
+    rest = _resting(question, units, blueprint, used, update, buffers, ignored)
     resting = {
-        "parameter shards": sum(unit.shard_bytes for unit in units),
-        "optimizer state": update.state_bytes,
+        "parameter shards": rest.parameters,
+        "optimizer state": rest.optimizer,
         "module buffers": buffers,
         "ignored parameters": ignored,
         "batch": step.input_bytes,
     }
+    if question.device == "cpu":
+        resting["offloaded, beside"] = rest.host
     wires = [spec.parameter.numel() * 4 for spec in blueprint.ignored]
     work = update.traffic_bytes, update.operators
-    replay = Replay(units, setup, step, resting, update.transient_bytes, work, wires).run()
+    transient = 0 if _updates_on_host(question) else update.transient_bytes
+    replay = Replay(units, setup, step, resting, transient, work, wires)
+    replay.run()
     return Plan(
         units=tuple(units),
-        resting=_resting(question, units, blueprint, step, used, update.state_bytes, buffers, ignored),
+        resting=rest,
         peaks={phase: replay.memory.peaks[phase] for phase in PHASES if phase in replay.memory.peaks},
         traffic=Traffic(replay.program.calls),
         tasks=tuple(replay.program.tasks),
+        to_device_bytes=replay.program.to_device_bytes,
+        to_host_bytes=replay.program.to_host_bytes,
+        disk_bytes=2 * rest.disk,
         full_peak_bytes=replay.memory.full_peak_bytes,
         input_bytes=step.input_bytes,
         optimizer=name,
@@ -216,39 +235,62 @@ def answer(question: Question) -> Plan:
     )
 
 
+def _updates_on_host(question: Question) -> bool:
+    """Whether the optimizer works in another memory than that of the device."""
+    offload = question.offload
+    return question.device != "cpu" and (offload.params is not None or offload.optimizer is not None)
+
+
 def _resting(
     question: Question,
     units: list[PlannedUnit],
     blueprint: Blueprint,
-    step: FakeStep,
     used: set[tuple[int, int, int]],
-    state: int,
+    update: _Update,
     buffers: int,
     ignored: int,
 ) -> Resting:
-    stage = question.setup.stage
+    stage, offload = question.setup.stage, question.offload
     rests_full = stage.shards_optimizer and not stage.shards_parameters
     reduced = {(unit, flat) for unit, flat, _ in used if unit != IGNORED}
+    parameters = sum(unit.shard_bytes for unit in units)
     gradients = sum(units[unit].flats[flat].shard_bytes for unit, flat in reduced)
+    optimizer, host, disk = update.state_bytes, 0, 0
+    if offload.params is not None:
+        host += sum(
+            flat.layout.shard_numel * flat.compute_dtype.itemsize
+            for unit in units for flat in unit.flats if flat.compute_dtype != flat.dtype
+        )  # fmt: skip
+    if offload.optimizer == "nvme":
+        disk, optimizer = optimizer, 0
+        host += offload.buffers * offload.buffer_bytes * update.state_tensors
+    if question.device != "cpu":
+        if offload.params is not None:
+            host, parameters, gradients = host + parameters + gradients, 0, 0
+        if _updates_on_host(question):
+            host, optimizer = host + optimizer, 0
     gradients += sum(_bytes(blueprint.ignored[index].parameter) for unit, _, index in used if unit == IGNORED)
     return Resting(
-        parameters=sum(unit.shard_bytes for unit in units),
+        parameters=parameters,
         gradients=gradients,
-        optimizer=state,
+        optimizer=optimizer,
         gathered=sum(unit.full_bytes for unit in units) if rests_full else 0,
         buffers=buffers,
         ignored=ignored,
+        host=host,
+        disk=disk,
     )
 
 
 @dataclass(frozen=True)
 class _Update:
-    """The optimizer on one rank: bytes kept, bytes for a moment, bytes read and written, operators."""
+    """The optimizer on one rank: bytes kept, bytes for a moment, bytes read and written, operators, kinds of state."""
 
     state_bytes: int
     transient_bytes: int
     traffic_bytes: int
     operators: int
+    state_tensors: int
 
 
 def _update(
@@ -272,7 +314,8 @@ def _update(
         largest = max(largest, cost.transient_per_largest * numel)
         traffic += cost.traffic_per_element * numel
         operators += cost.operators_per_parameter
-    return _Update(round(state), round(transient + largest), round(traffic), round(operators))
+    kinds = max((round(costs[dtype].state_per_element / dtype.itemsize) for dtype in costs), default=0)
+    return _Update(round(state), round(transient + largest), round(traffic), round(operators), kinds)
 
 
 def _bytes(tensor: Any) -> int:

@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import ConfigError, UnknownOptionError, did_you_mean
+from ..offload.options import Offload, as_offload
 from ..policy import as_policy
 from ..precision import Precision, as_precision
 from ..recompute.matching import recompute_matching
@@ -45,6 +46,7 @@ class Question:
     precision: Precision
     optimizer: Any
     recompute: Any
+    offload: Offload
     prefetch: int
     reshard_after_forward: bool | None
     ignored: tuple[str, ...]
@@ -65,8 +67,12 @@ class Question:
         row = stage_of(self.stage)
         if not row.shards_optimizer:  # stage 0: every rank a replica
             replicate, shard = replicate * shard, 1
+        as_offload(self.offload, row)
+        is_offloaded = self.offload.params is not None
         return Setup(
             stage=row,
+            shards_on_host=is_offloaded and self.device != "cpu",
+            shards_apart=is_offloaded and self.device == "cpu",
             shard_size=shard,
             replicate_size=replicate,
             prefetch=self.prefetch,
@@ -119,14 +125,12 @@ def ask(model: Any, world_size: int | None, options: dict[str, Any]) -> Question
                 found=f"{name!r}" + did_you_mean(name, _DEFAULTS),
             )
     chosen = {**_DEFAULTS, **options}
-    if chosen["offload"] is not None:
-        raise ConfigError("offload is not part of a plan yet", expected="offload=None", found=repr(chosen["offload"]))
     for name, least in (("prefetch", 0), ("microbatches", 1), ("rank", 0)):
         if isinstance(chosen[name], bool) or not isinstance(chosen[name], int) or chosen[name] < least:
             raise ConfigError(f"{name} is a number", expected=f"an int >= {least}", found=repr(chosen[name]))
     if chosen["device"] not in ("cuda", "cpu"):
         raise ConfigError("a plan is for a kind of device", expected="'cuda' or 'cpu'", found=repr(chosen["device"]))
-    stage_of(chosen["stage"])
+    offload = as_offload(chosen["offload"], stage_of(chosen["stage"]))
     mesh = _mesh(world_size, chosen["mesh"])
     size = mesh[0] * mesh[1]
     if chosen["rank"] >= size:
@@ -147,6 +151,7 @@ def ask(model: Any, world_size: int | None, options: dict[str, Any]) -> Question
         precision=as_precision(chosen["precision"]),
         optimizer=chosen["optimizer"],
         recompute=chosen["recompute"],
+        offload=offload,
         prefetch=chosen["prefetch"],
         reshard_after_forward=chosen["reshard_after_forward"],
         ignored=_names_of(built, chosen["ignored"]),

@@ -107,7 +107,14 @@ class Reductions:
         if planned.wire_dtype != planned.buffer_dtype:
             self.memory.grow(SHARDS, summed)
             memory.add(SHARDS, -on_wire)
-        if flat.has_result or flat.has_shard:
+        if setup.shards_apart:
+            memory.grow(SHARDS, summed)  # copied to where it rests
+            memory.add(SHARDS, -summed)
+        if setup.shards_on_host:
+            memory.add(SHARDS, -summed)
+            self.program.to_host_bytes += summed
+            flat.has_result = True
+        elif flat.has_result or flat.has_shard:
             memory.add(SHARDS, -summed)  # added to what is there
         else:
             flat.has_result = True
@@ -132,7 +139,7 @@ class Reductions:
     def bind(self, flat: ReplayedFlat) -> None:
         """The sum becomes the gradient that the optimizer sees, in the master's dtype."""
         planned = flat.planned
-        if planned.dtype != planned.buffer_dtype:
+        if planned.dtype != planned.buffer_dtype and not self.setup.shards_on_host:
             self.memory.grow(SHARDS, planned.shard_bytes)
             self.memory.add(SHARDS, -planned.layout.shard_numel * planned.buffer_dtype.itemsize)
         flat.has_result = False

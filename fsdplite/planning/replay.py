@@ -138,7 +138,8 @@ class Replay:
         for flat in self._flats():
             if flat.has_shard:
                 flat.has_shard = False
-                memory.add(SHARDS, -flat.planned.shard_bytes)
+                if not self.setup.shards_on_host:
+                    memory.add(SHARDS, -flat.planned.shard_bytes)
         memory.add(SHARDS, -sum(self._ignored_used.values()))
         self._ignored_used.clear()
 
@@ -205,6 +206,8 @@ class Replay:
         if not flat.is_unsharded:
             self.memory.grow(FULL, planned.full_bytes)
             self.program.allocate(unit.name, planned.full_bytes)
+        if self.setup.shards_on_host:
+            self.program.to_device_bytes += planned.layout.shard_numel * planned.compute_dtype.itemsize
         self.program.copy(unit.name, planned.shard_bytes + planned.layout.shard_numel * planned.compute_dtype.itemsize)
         if self.setup.shard_size > 1:
             numel, ranks = planned.layout.padded_numel, self.setup.shard_size

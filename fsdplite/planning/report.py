@@ -47,6 +47,9 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             for kind in plan.traffic.kinds
         },
         "sent_bytes": plan.traffic.sent_bytes,
+        "to_device_bytes": plan.to_device_bytes,
+        "to_host_bytes": plan.to_host_bytes,
+        "disk_bytes": plan.disk_bytes,
         "units": [
             {"name": unit.name, "class": unit.module_class, "numel": unit.numel, "padding_numel": unit.padding_numel,
              "shard_bytes": unit.shard_bytes, "full_bytes": unit.full_bytes, "reduction_bytes": unit.buffer_bytes}
@@ -112,6 +115,9 @@ def _resting(plan: Plan) -> Table:
         if getattr(resting, name):
             table.add_row(text, format_bytes(getattr(resting, name)))
     table.add_row("together", format_bytes(resting.total))
+    for name, text in (("host", "offloaded to host memory"), ("disk", "offloaded to disk")):
+        if getattr(resting, name):
+            table.add_row(text, format_bytes(getattr(resting, name)))
     return table
 
 

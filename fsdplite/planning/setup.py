@@ -19,6 +19,8 @@ class Setup:
         prefetch, reshard_after_forward: As for ``fsdp_wrap``.
         on_cpu: gloo on CPU, where the host waits for reductions.
         transport_copies: The transport sums in a copy of its own, as gloo does.
+        shards_on_host: Shards of parameters and gradients rest in host memory, beside a device.
+        shards_apart: They rest in buffers of their own in the memory of the CPU that computes.
         microbatches: Backwards per step.
         no_sync: All but the last of them run without synchronisation.
     """
@@ -30,6 +32,8 @@ class Setup:
     reshard_after_forward: bool | None = None
     on_cpu: bool = False
     transport_copies: bool = False
+    shards_on_host: bool = False
+    shards_apart: bool = False
     microbatches: int = 1
     no_sync: bool = False
 

@@ -111,11 +111,13 @@ class Program:
     def __init__(self, memory: Memory) -> None:
         self.calls: list[WireCall] = []
         self.tasks: list[Task] = []
+        self.to_device_bytes = self.to_host_bytes = 0  # of offloaded shards
         self._memory = memory
 
     def restart(self) -> None:
         """The next step is the one that counts."""
         self.calls, self.tasks = [], []
+        self.to_device_bytes = self.to_host_bytes = 0
 
     def send(self, kind: str, unit: str, numel: int, dtype: torch.dtype, ranks: int, key: Any = None) -> None:
         """A collective starts."""

@@ -32,6 +32,8 @@ CONFIGURATIONS: dict[str, tuple[dict, dict, int, bool]] = {
     "accumulation": ({}, {"precision": "bf16"}, 3, False),
     "accumulation without sync": ({}, {}, 3, True),
     "stage 2, accumulation": ({}, {"stage": 2}, 2, False),
+    "shards at rest in host memory": ({}, {"offload": fsdp.Offload(params="cpu")}, 1, False),
+    "the same in bf16": ({}, {"offload": fsdp.Offload(params="cpu"), "precision": "bf16"}, 1, False),
     "lora": ({"adapters": 4}, {"precision": "bf16"}, 1, False),
     "big embedding": ({"vocabulary": 4000, "tied": False}, {}, 1, False),
     "big embedding, few tokens": ({"vocabulary": 20_000, "tied": False, "rows": 1}, {}, 1, False),

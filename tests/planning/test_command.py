@@ -50,6 +50,9 @@ def test_plan_takes_shapes_and_recomputation(capsys: pytest.CaptureFixture) -> N
         assert main(["plan", target, "--world-size", "2", "--json", *options]) == 0
         peaks.append(json.loads(capsys.readouterr().out)["peak_bytes"])
     assert peaks[0] < peaks[2] < peaks[1]
+    assert main(["plan", target, "--world-size", "2", "--json", "--offload", "both"]) == 0
+    resting = json.loads(capsys.readouterr().out)["resting_bytes"]
+    assert resting["total"] == 0 < resting["host"]
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,14 @@ def test_changes_are_combined_where_none_is_enough(root_only: Plan) -> None:
     assert error.remedies[0].peak_bytes <= plan.peak_bytes * 0.3
 
 
+def test_offload_is_advised_beside_a_device() -> None:
+    plan = fsdp.plan(lambda: GPT(2, 64, 1024, 16, tied=False), world_size=2, precision="bf16", inputs=TOKENS[:1, :16])
+    error = refusal(plan, plan.peak_bytes - plan.resting.optimizer // 2)
+    advised = [remedy for remedy in error.remedies if "Offload" in remedy.text]
+    assert advised and advised[0].note.endswith("updated there") and advised[0].price.weight > 0
+    assert not any("Offload" in remedy.text for remedy in refusal(plan.but(device="cpu"), 1024).remedies)
+
+
 def test_the_least_that_was_found_is_said(root_only: Plan) -> None:
     error = refusal(root_only, 1024)
     assert not error.remedies and "no combination" in str(error)

@@ -170,6 +170,27 @@ def test_ignored_parameters_are_whole_and_averaged() -> None:
     assert [call.numel for call in plan.traffic.calls if call.kind == "all_reduce"] == [64 * 64]
 
 
+def test_offloaded_shards_and_state() -> None:
+    """A device holds neither shards nor state; bf16 halves the way to it, and costs a mirror of two bytes."""
+    numel, shard, by_block = 4 * 64 * 64, 4 * 64 * 64 // 2, fsdp.by_class(nn.Linear)
+    base = {"world_size": 2, "policy": by_block, "precision": "bf16", "inputs": torch.ones(2, 64)}
+    plain = fsdp.plan(tower(), **base)
+    host = fsdp.plan(tower(), **base, offload=fsdp.Offload(params="cpu", optimizer="cpu"))
+    counters = 4 * 4
+    assert plain.resting.total == 16 * shard + counters and plain.resting.host == 0
+    assert host.resting.total == 0 and host.resting.host == (4 + 4 + 8 + 2) * shard + counters
+    assert host.to_device_bytes == 2 * 2 * shard and host.to_host_bytes == 4 * shard and host.disk_bytes == 0
+    assert host.peak_bytes <= plain.peak_bytes - 12 * shard
+    assert host.traffic.numel() == plain.traffic.numel() == 3 * numel
+    files = fsdp.Offload(optimizer="nvme", path=".", buffers=3, buffer_bytes=4096)
+    disk = fsdp.plan(tower(), **base, offload=files)
+    assert disk.resting.disk == 8 * shard + counters and disk.disk_bytes == 2 * disk.resting.disk
+    assert disk.resting.total == 8 * shard and disk.resting.host == 3 * 4096 * 2
+    assert "offloaded to disk" in str(disk)
+    with pytest.raises(ConfigError, match="stage 0"):
+        fsdp.plan(tower(), **base | {"stage": 0}, offload=fsdp.Offload(params="cpu"))
+
+
 def test_table_fits_in_eighty_columns_and_json_holds_everything() -> None:
     plan = fsdp.plan(lambda: GPT(12, 64, 256, 32, tied=True), world_size=16, policy=fsdp.by_class(Block),
                      inputs=torch.zeros(2, 32, dtype=torch.long))  # fmt: skip
@@ -209,7 +230,7 @@ def test_errors_say_what_can_be_done() -> None:
         (ConfigError, "inputs", lambda: fsdp.plan(reads_a_value, world_size=2, inputs=torch.ones(1, 8))),
         (ConfigError, "inputs", lambda: fsdp.plan(tower(), world_size=2, inputs=torch.ones(1, 8))),
         (ConfigError, "rank", lambda: fsdp.plan(tower(), world_size=2, rank=2)),
-        (ConfigError, "offload", lambda: fsdp.plan(tower(), world_size=2, offload="cpu")),
+        (ConfigError, "Offload", lambda: fsdp.plan(tower(), world_size=2, offload="cpu")),
     ):
         with pytest.raises(error, match=needle):
             call()
