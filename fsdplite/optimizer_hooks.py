@@ -8,6 +8,7 @@ units whose shards changed know.
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from typing import Any
 
@@ -62,6 +63,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if optimizer not in _checked:
         _check_kind(optimizer, sharded[0])
         _check_state(optimizer, sharded)
+        _warn_not_offloaded(optimizer, sharded[0])
         optimizer.register_state_dict_post_hook(_guard_saved_state)
         optimizer.register_load_state_dict_pre_hook(_accept_saved_state)
         _checked.add(optimizer)
@@ -216,6 +218,20 @@ def _check_state(optimizer: Any, sharded: list[torch.Tensor]) -> None:
                         cure="build the optimizer after fsdp_wrap, or before the first step was taken; to continue a "
                         "run load its optimizer state from a checkpoint after wrapping",
                     )
+
+
+def _warn_not_offloaded(optimizer: Any, parameter: torch.Tensor) -> None:
+    flat = info_of(parameter).flat
+    offload = flat.unit.schedule.offload
+    asked = offload.optimizer if offload is not None else None
+    if asked is not None and not hasattr(optimizer, "state_to_fill") and flat.groups.rank == flat.groups.ranks[0]:
+        name = type(optimizer).__name__
+        warnings.warn(
+            f"the model was wrapped with Offload(optimizer={asked!r}), and {name} keeps its state in memory all the same: "
+            f"make it with fsdp.offloaded({name}, model, ...)",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _check_gradients(sharded: list[torch.Tensor]) -> None:

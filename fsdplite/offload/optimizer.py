@@ -21,7 +21,7 @@ from ..errors import ConfigError, FSDPError, OffloadError
 from ..events import format_bytes
 from ..flat_param import FlatParameter
 from ..fsdp_unit import state_of
-from ..parameter import engine_access, info_of, read_grad
+from ..parameter import LocalSlice, as_local_slice, engine_access, info_of, read_grad
 from ..watchdog import Waiting
 from .files import leftovers
 from .homes import Home
@@ -322,10 +322,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._failure = None
 
     def state_dict(self) -> dict[str, Any]:
-        """State and groups by the names of parameters. Tensors in files are mapped, not read."""
+        """State and groups by the names of parameters. Tensors in files are mapped, not read.
+
+        Tensors of sharded parameters are this rank's slices, and refuse to be written as if they were whole.
+        """
         named = {self._name(p): p for group in self.param_groups for p in group["params"]}
         groups = [{**group, "params": [self._name(p) for p in group["params"]]} for group in self.param_groups]
-        return {"state": {name: self._view[p] for name, p in named.items() if p in self._view}, "param_groups": groups}
+        state = {name: _guarded(self._view[p], info_of(p)) for name, p in named.items() if p in self._view}
+        return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what :meth:`state_dict` gave, on a rank with the same slices."""
@@ -343,7 +347,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for name, parameter in known.items():
             self._view.pop(parameter, None)
             if name in state_dict["state"]:
-                self._view[parameter] = state_dict["state"][name]
+                with engine_access():
+                    self._view[parameter] = {
+                        key: value.as_subclass(torch.Tensor) if isinstance(value, LocalSlice) else value
+                        for key, value in state_dict["state"][name].items()
+                    }
         self._failure = None
 
     def _name(self, parameter: torch.Tensor) -> str:
@@ -363,6 +371,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__reduce_ex__(2)
+
+
+def _guarded(state: dict[str, Any], info: Any) -> dict[str, Any]:
+    if info is None:
+        return state
+    return {
+        key: as_local_slice(value, info) if isinstance(value, torch.Tensor) and value.dim() else value
+        for key, value in state.items()
+    }
 
 
 def _release(homes: dict[int, Home], streams: list[Stream]) -> None:

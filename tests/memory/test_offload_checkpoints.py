@@ -11,7 +11,7 @@ import torch
 import fsdplite as fsdp
 from tests.checkpoint.parts import save_and_read
 from tests.checkpoint.reader import read
-from tests.harness import here, run
+from tests.harness import expect_loud, here, run
 from tests.memory.parts import Net, assert_same_bits, build, train, whole
 
 KEYS = ("exp_avg", "exp_avg_sq")
@@ -132,6 +132,7 @@ def state_dict_body(folder: str) -> None:
         saved = optimizer.state_dict()
         assert list(saved["state"]) == [name for name, _ in model.named_parameters()]
         assert saved["param_groups"][0]["params"] == list(saved["state"]) and saved["param_groups"][0]["lr"] == 0.1
+        expect_loud(lambda: torch.save(saved, os.path.join(folder, f"rank-{here.rank}.pt")), "save_checkpoint")
         kept = {n: {k: v.clone() for k, v in s.items()} for n, s in saved["state"].items()}
         weights = {n: p.detach().clone() for n, p in model.named_parameters()}
         steps(model, optimizer, range(2, 4))

@@ -348,6 +348,23 @@ def refused_body(folder: str) -> None:
     assert isinstance(optimizer, torch.optim.Optimizer) and type(optimizer).__name__ == "SGD"
 
 
+def plain_optimizer_body() -> None:
+    import warnings
+
+    model = build(Net, offload=fsdp.Offload(optimizer="cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="make it with fsdp.offloaded"):
+        train(model, optimizer, range(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, range(1))
+        train(model, fsdp.offloaded(torch.optim.SGD, model, lr=0.1), range(1))
+
+
+def test_a_plain_optimizer_on_such_a_model_is_said() -> None:
+    run(1, plain_optimizer_body)
+
+
 def test_what_is_refused(tmp_path: Any) -> None:
     run(1, refused_body, str(tmp_path))
 
