@@ -95,14 +95,14 @@ def both(name: str) -> tuple[tuple[int, int], tuple[int, int]]:
     return measured(name, choice.by_block.options), measured(name, choice.options)
 
 
-@pytest.mark.parametrize("name", ["big embedding", "activations"])
+@pytest.mark.parametrize("name", ["big embedding", pytest.param("activations", marks=pytest.mark.slow)])
 def test_a_run_fits_the_budget_that_by_block_breaks(name: str) -> None:
     budget = choose(name).budget_bytes
     (by_block, _), (chosen, _) = run(2, both, name)[0]
     assert chosen <= budget < by_block, (chosen, budget, by_block)
 
 
-@pytest.mark.parametrize("name", ["chain", "stages"])
+@pytest.mark.parametrize("name", ["chain", pytest.param("stages", marks=pytest.mark.slow)])
 def test_a_run_sends_fewer_messages_where_latency_is_all(name: str) -> None:
     (_, by_block), (_, chosen) = run(2, both, name)[0]
     assert 3 * chosen <= by_block
