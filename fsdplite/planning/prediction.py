@@ -146,7 +146,7 @@ class Plan:
         """
         return compare(self, model, step, warm_up)
 
-    def to_html(self, timeline: Any = None, comparison: Comparison | None = None, trace: Trace | None = None) -> str:
+    def to_html(self, *, timeline: Any = None, comparison: Comparison | None = None, trace: Trace | None = None) -> str:
         """One HTML page, self-contained: memory by phase, units and traffic, and what else is given.
 
         Args:
