@@ -86,8 +86,26 @@ def init_distributed(backend: str | None = None, timeout: float | timedelta | No
         return device
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
-    dist.init_process_group(backend, timeout=timeout)
+    store = _store_of_this_attempt(timeout)
+    if store is None:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     return device
+
+
+def _store_of_this_attempt(timeout: timedelta) -> dist.Store | None:
+    """torchrun's store, in a corner of its own for each restart; None if nobody but the ranks holds one.
+
+    The agent keeps one store over restarts (``--max-restarts``), and gloo would look for the new ranks at the addresses
+    that the dead ones left there.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    host, port, world_size = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
+    store = dist.TCPStore(host, int(port), int(world_size), is_master=False, timeout=timeout)
+    return dist.PrefixStore(f"fsdplite/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def resolve_groups(mesh: Any, stage: Stage) -> Groups:

@@ -118,8 +118,7 @@ def torchrun(ranks: int, root: Path, last: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--standalone", "--max-restarts", "1"]
     command += ["--nproc-per-node", str(ranks), "--monitor-interval", "0.1"]
     command += [__file__, "--root", str(root), "--last", str(last)]
-    # torch 2.13 gives restarted ranks the store of the dead ones, with the addresses in it; this asks for a new one.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
         raise SystemExit(f"{ranks} ranks ended with exit code {result.returncode}:\n{result.stderr}")
