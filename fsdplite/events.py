@@ -27,6 +27,7 @@ _STORY = {
     "reduce_scatter": "{unit}: reduce-scatter of {mib} of gradients starts",
     "all_reduce": "{unit}: all-reduce of {mib} over the replicas",
     "reduced": "{unit}: gradient shard of {mib} is final",
+    "update": "{unit}: its update starts, from a gradient shard of {mib}",
     "check": "all ranks agree on the order of units",
     "backward_stop": "backward is over, everything rests",
     "save": "this rank begins to write {mib} of a checkpoint",

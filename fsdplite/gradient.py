@@ -204,6 +204,8 @@ def _partial_norm(args: tuple, kwargs: dict) -> torch.Tensor:
         with engine_access():
             return local_norm(gradient, ord_)
     flat = gradient._fsdp_flat
+    if (updates := flat.unit.schedule.updates()) is not None:
+        raise updates.refusal("a norm of gradients", flat.unit_name)
     flat.gradient.refuse_pending()
     with engine_access():
         return _as_partial(local_norm(gradient.as_subclass(torch.Tensor), ord_), [flat])

@@ -273,6 +273,27 @@ class GradientBuffer:
 
     # ------------------------------------------------------------------ binding
 
+    def take_final(self) -> torch.Tensor | None:
+        """Hand over the reduced gradient, for an update before the end of backward; ``.grad`` stays None then.
+
+        None if it has to be bound as usual: another rank decides whether a parameter has a gradient, there is one of an
+        earlier backward, or a hook waits for it. On its way still: see :meth:`wait`.
+        """
+        flat = self._flat()
+        if self._result is None or 0 in self.used or flat.post_accumulate_hooks:
+            return None
+        with engine_access():
+            if any(read_grad(user) is not None for user in flat.users):
+                return None
+        result, self._result = self._result, None
+        self._shard = lambda: None  # of an earlier backward, if somebody keeps it
+        return result
+
+    def wait(self) -> None:
+        """Until what was reduced is at its place of rest. Blocks the host."""
+        self.lane.synchronize()
+        self._flat().resting.wait()
+
     def bind(self, used: bytes | bytearray) -> list[int]:
         """Give the users their gradients. ``used`` says which parameters any rank had a gradient for.
 

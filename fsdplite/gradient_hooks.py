@@ -52,6 +52,9 @@ class PostAccumulateHooks:
         of_one.append(hook)
         return Removable(of_one, hook)
 
+    def __bool__(self) -> bool:
+        return any(self._hooks.values())
+
     def run(self, indices: Iterable[int], users: list[nn.Parameter]) -> None:
         if self._hooks:
             for index in indices:

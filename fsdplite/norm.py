@@ -25,6 +25,8 @@ def clip_grad_norm(
     """See ``FSDPUnit.clip_grad_norm_``. Each gradient is scaled in its own dtype."""
     if math.isnan(norm_type) or norm_type <= 0:
         raise ConfigError("norm_type must be positive", expected="a number > 0, or inf", found=norm_type)
+    if (updates := root.schedule.updates()) is not None:
+        raise updates.refusal("clip_grad_norm_", root.name)
     root.schedule.agreement.agree_on_extra("gradient norm", root)
     entries: list[tuple[Groups | None, torch.Tensor]] = []
     gradients: list[torch.Tensor] = []

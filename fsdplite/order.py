@@ -47,6 +47,10 @@ class Pass:
         if self.is_as_expected:
             yield from self.expected[len(self.events) :]
 
+    def is_over_for(self, unit_index: int) -> bool:
+        """Whether the last pass like this one had no further use of a unit from here on; False after a deviation."""
+        return self.is_as_expected and all(Order.decode(code)[0] != unit_index for code in self.upcoming())
+
 
 class Order:
     """The passes of one model, by kind, and a hash over everything since the last comparison."""

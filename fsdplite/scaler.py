@@ -67,6 +67,8 @@ class LossScaler:
         """
         if not self._enabled:
             return
+        if (updates := getattr(optimizer, "updates_in_backward", None)) is not None:
+            raise updates.refusal("LossScaler", "")
         if optimizer in self._unscaled:
             raise GradientError(
                 "unscale_() was called twice for this optimizer since the last update()",

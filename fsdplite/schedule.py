@@ -8,6 +8,7 @@ call that had stopped before the unit's call started (``open``), and the end of 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from .parameter import engine_access
 from .recompute import passes
 from .saved_weights import guard_saved_weights, stop_guarding
 from .unit import Call, UnitState
-
 
 __all__ = ["Schedule"]
 
@@ -60,6 +60,7 @@ class Schedule:
         self.unfilled: dict[str, Any] = {}  # names of tensors that came from meta and that nobody filled yet
         self.regroup: Any = None  # set by wrap: splits a frozen flat parameter when some of it is unfrozen
         self.offload: Any = None  # set by wrap: where an offloaded optimizer keeps its state
+        self.updates: Callable[[], Any] = lambda: None  # an optimizer's updates that start in backward
         self._on_cpu = on_cpu
         self._guarding = False
         self._clock = 0
@@ -175,6 +176,8 @@ class Schedule:
 
     def announce(self, kind: int, unit: UnitState) -> None:
         """Record a use. One that no record predicts is agreed upon with the other ranks before any collective."""
+        if self.in_backward and (updates := self.updates()) is not None:
+            updates.refuse_use(unit)
         code = Order.code(unit.index, kind)
         self.order.note(code)
         current = self._backward if self.in_backward else self._forward
@@ -275,6 +278,8 @@ class Schedule:
             flat = self._in_flight[0]
             flat.gradient.finish_reduce(self.divide_factor or flat.groups.size)
             self._in_flight.pop(0)
+            if (updates := self.updates()) is not None:
+                updates.reduced(flat, self._backward)
         unit, self._prefetch_later = self._prefetch_later, None
         if unit is not None:
             self.prefetch_after(unit, BACKWARD)
@@ -318,6 +323,8 @@ class Schedule:
                     flat.gradient.bind_pending()
         if not self.root.requires_sync:
             self.ignored.bind_pending()
+        if (updates := self.updates()) is not None:
+            updates.finish()
         self.order.stop(self._backward_key(), self._backward)
         self._backward = None
         self.in_backward = False
@@ -345,6 +352,8 @@ class Schedule:
     def abandon_backward(self) -> None:
         """A backward died: what it has sent is waited for, what it brought is dropped, everything rests."""
         self.keeps_weights = self._renews_keeping = False
+        if (updates := self.updates()) is not None:
+            updates.abandon()
         for call in self.open_calls:
             call.unit.open_calls = 0
             call.unit.finish_call(call)

@@ -15,6 +15,7 @@ import os
 import secrets
 import socket
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,9 @@ from typing import Any
 import torch
 
 from ..errors import OffloadError
+from ..events import format_bytes
 
-__all__ = ["BLOCK_BYTES", "Leftover", "StateFile", "aligned_bytes", "leftovers", "padded"]
+__all__ = ["BLOCK_BYTES", "Leftover", "StateFile", "aligned_bytes", "leftovers", "padded", "warn_of_leftovers"]
 
 BLOCK_BYTES = 4096  # alignment of memory, offsets and lengths that O_DIRECT asks for
 _PREFIX, _SUFFIX = "fsdplite-state-", ".bin"
@@ -72,6 +74,23 @@ def leftovers(folder: str) -> list[Leftover]:
             if header["magic"] == _MAGIC and header["host"] == socket.gethostname() and not _is_alive(header):
                 found.append(Leftover(path, os.stat(path).st_size, f"process {header['pid']} (rank {header['rank']})"))
     return found
+
+
+def warn_of_leftovers(folder: str) -> None:
+    """Warn if there are :func:`leftovers`, with their size."""
+    try:
+        found = leftovers(folder)
+    except OSError:
+        return  # making files there says what is wrong
+    if found:
+        total = sum(leftover.size_bytes for leftover in found)
+        warnings.warn(
+            f"{len(found)} files of optimizer state ({format_bytes(total)}) in {folder} belong to processes "
+            f"that ended without removing them; they are of no use and can be removed: "
+            + ", ".join(f"{leftover.path} of {leftover.process}" for leftover in found[:8]),
+            UserWarning,
+            stacklevel=6,
+        )
 
 
 def _is_alive(header: dict[str, Any]) -> bool:

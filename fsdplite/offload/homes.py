@@ -11,7 +11,7 @@ from ..errors import OffloadError
 from ..flat_param import FlatParameter
 from ..parameter import engine_access, read_grad
 from .options import Offload
-from .pieces import Chunk, Piece, chunk_numel_within, cut
+from .pieces import Chunk, Piece, batches, chunk_numel_within, cut, piece_numel_within
 from .stores import DiskStore, HostStore, Store
 from .update import Entry, Updater
 
@@ -31,7 +31,8 @@ class Home:
         self.flat = flat
         itemsize = max((dtype.itemsize for dtype in dtypes.values()), default=1)
         self.chunk_numel = chunk_numel_within(offload.buffer_bytes, itemsize)
-        self.chunks, numel = cut(flat.layout, flat.groups.shard_rank, self.chunk_numel)
+        self.piece_numel = piece_numel_within(self.chunk_numel)
+        self.chunks, numel = cut(flat.layout, flat.groups.shard_rank, self.chunk_numel, self.piece_numel)
         if offload.optimizer == "nvme" and dtypes and numel:
             contents = f"unit {flat.unit_name or '(root)'}: {', '.join(dtypes)}"
             self.store: Store = DiskStore(numel, dtypes, str(offload.path), flat.groups.rank, contents)
@@ -67,27 +68,37 @@ class Home:
             self.flat.resting.mirrors(self.flat.generation + 1)
 
     def entries(
-        self, chunk: Chunk, group_of: Callable[[torch.Tensor], int | None], part: Callable[[str, int, int], torch.Tensor]
+        self,
+        pieces: list[Piece],
+        group_of: Callable[[torch.Tensor], int | None],
+        part: Callable[[str, int, int], torch.Tensor],
+        reduced: torch.Tensor | None = None,
     ) -> list[tuple[Piece, Entry]]:
-        """What is updated in a chunk: pieces of parameters that are in a group and have a gradient.
+        """What is updated of some pieces of a chunk: those of parameters that are in a group and have a gradient.
 
         Args:
-            chunk: One of :attr:`chunks`.
+            pieces: Of one of :attr:`chunks`.
             group_of: The number of a user's parameter's group.
             part: Elements ``[start, stop)`` of a region, at this moment.
+            reduced: The gradient of the whole shard, where the users do not hold it.
         """
         found = []
         with engine_access():
-            for piece in chunk.pieces:
+            for piece in pieces:
                 user = self.flat.users[piece.index]
-                gradient = read_grad(user)
                 group = group_of(user)
-                if gradient is None or group is None:
+                if reduced is not None:
+                    gradient = reduced[piece.start : piece.stop]
+                elif (whole := read_grad(user)) is not None:
+                    whole = whole.detach().as_subclass(torch.Tensor)
+                    gradient = whole[piece.offset : piece.offset + piece.numel]
+                else:
                     continue
-                whole = gradient.detach().as_subclass(torch.Tensor)
+                if group is None:
+                    continue
                 entry = Entry(
                     value=_on_host(self.flat.shard[piece.start : piece.stop].detach()),
-                    gradient=_on_host(whole[piece.offset : piece.offset + piece.numel]),
+                    gradient=_on_host(gradient),
                     group=group,
                     state=None,
                 )
@@ -127,11 +138,19 @@ class Home:
                 place.copy_(value)
         piece.keys, piece.scalars, piece.has_state = tuple(keys), scalars, bool(state)
 
-    def update(self, updater: Updater, found: list[tuple[Piece, Entry]], groups: list, part: Any) -> None:
-        """One step of the pieces found by :meth:`entries`."""
-        updater.run([entry for _, entry in found], groups)
-        for piece, entry in found:
-            self.absorb(piece, entry, part)
+    def update(
+        self, updater: Updater, groups: list, chunk: Chunk, group_of: Any, part: Any, reduced: torch.Tensor | None
+    ) -> None:
+        """One step of a chunk, a few pieces at a time: what an update makes on its way is as long as those.
+
+        Args: as of :meth:`entries`.
+        """
+        for pieces in batches(chunk.pieces, self.piece_numel):
+            found = self.entries(pieces, group_of, part, reduced)
+            if found:
+                updater.run([entry for _, entry in found], groups)
+            for piece, entry in found:
+                self.absorb(piece, entry, part)
 
     # ------------------------------------------------------------------ one parameter's state
 

@@ -8,7 +8,6 @@ that of the last ones written. Rajbhandari et al., "ZeRO-Infinity: Breaking the 
 from __future__ import annotations
 
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,24 +17,29 @@ from torch import nn
 
 from ..control import STATE, exchange, exchange_texts
 from ..errors import ConfigError, FSDPError, OffloadError
-from ..events import format_bytes
 from ..flat_param import FlatParameter
 from ..fsdp_unit import state_of
 from ..parameter import LocalSlice, as_local_slice, engine_access, info_of, read_grad
 from ..watchdog import Waiting
-from .files import leftovers
+from .files import warn_of_leftovers
 from .homes import Home
+from .in_backward import UpdatesInBackward
 from .options import Offload
 from .pieces import Chunk
 from .state_view import StateView
-from .stream import Part, StepReport, Stream
+from .stream import Part, StepReport, Stream, Workers
 from .update import Entry, Updater
 
 __all__ = ["OffloadedOptimizer", "offloaded"]
 
 
 def offloaded(
-    optimizer_class: type, model: nn.Module, params: Iterable[Any] | None = None, **settings: Any
+    optimizer_class: type,
+    model: nn.Module,
+    params: Iterable[Any] | None = None,
+    *,
+    in_backward: bool = False,
+    **settings: Any,
 ) -> OffloadedOptimizer:
     """An optimizer of a wrapped model that keeps its state where ``Offload(optimizer=...)`` says.
 
@@ -45,6 +49,10 @@ def offloaded(
         optimizer_class: An element-wise optimizer class, such as ``torch.optim.AdamW``.
         model: Wrapped with ``offload=fsdp.Offload(optimizer="cpu")`` or ``"nvme"``.
         params: Parameters or parameter groups, as the class takes them. None: all of the model.
+        in_backward: Update a unit as soon as its gradient is final, beside the rest of backward, with the groups'
+            settings of that moment. The gradient is freed then and ``.grad`` stays None. ``step()`` updates the rest.
+            Clipping, other norms, ``LossScaler`` and a second synchronised backward before ``step()`` are errors. If a backward
+            dies after an update, the optimizer refuses to step until a checkpoint is loaded.
         settings: Keyword arguments of the class.
 
     Raises:
@@ -72,9 +80,16 @@ def offloaded(
             found="a model that is not wrapped" if root is None else "a model wrapped without Offload(optimizer=...)",
             cure='fsdp_wrap(model, ..., offload=fsdp.Offload(optimizer="nvme", path="/mnt/nvme0/run"))',
         )
+    if in_backward and len({id(s.schedule) for m in model.modules() if (s := state_of(m)) is not None}) > 1:
+        raise ConfigError(
+            "in_backward=True takes a model with one root", cure="wrap the outermost module too, or leave in_backward out"
+        )
     attributes = {"__module__": __name__, "update_class": optimizer_class}
     cls = type(optimizer_class.__name__, (OffloadedOptimizer,), attributes)
-    return cls(updater, model, model.parameters() if params is None else params, offload, root.schedule.groups)
+    made = cls(updater, model, model.parameters() if params is None else params, offload, root.schedule.groups)
+    if in_backward:
+        made.start_in_backward(root.schedule)
+    return made
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -83,6 +98,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     Attributes:
         last_step: What the last step moved, and how long it took.
         update_class: The class that it was given.
+        updates_in_backward: None unless it was made with ``in_backward=True``.
     """
 
     update_class: type
@@ -99,8 +115,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._stream: Stream | None = None
         self._failure: str | None = None
         self.last_step = StepReport()
-        self._finalizer = weakref.finalize(self, _release, self._homes, (streams := []))
-        self._streams = streams
+        self.updates_in_backward: UpdatesInBackward | None = None
+        self._finalizer = weakref.finalize(self, _release, self._homes, (streams := []), (workers := []))
+        self._streams, self._workers = streams, workers
         super().__init__(params, updater.defaults)
         self._together("make the files of optimizer state", self._prepare)
 
@@ -114,6 +131,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------ homes
 
+    def start_in_backward(self, schedule: Any) -> None:
+        self.updates_in_backward = UpdatesInBackward(self, schedule)
+        self._workers.append(self.updates_in_backward.workers)
+
+    def homes(self) -> list[Home]:
+        return list(self._homes.values())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it may update: nothing has failed since a checkpoint was loaded."""
+        return self._failure is None
+
     def home_of(self, flat: FlatParameter) -> Home | None:
         home = self._homes.get(id(flat))
         return home if home is not None and home.flat is flat else None
@@ -121,23 +150,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _prepare(self) -> None:
         """Find what earlier runs left, and reserve all space."""
         if self._offload.optimizer == "nvme" and self._groups.rank == self._groups.ranks[0]:
-            self._report_leftovers()
+            warn_of_leftovers(str(self._offload.path))
         self._settle_homes()
-
-    def _report_leftovers(self) -> None:
-        try:
-            found = leftovers(str(self._offload.path))
-        except OSError:
-            return  # making files there says what is wrong
-        if found:
-            total = sum(leftover.size_bytes for leftover in found)
-            warnings.warn(
-                f"{len(found)} files of optimizer state ({format_bytes(total)}) in {self._offload.path} belong to processes "
-                f"that ended without removing them; they are of no use and can be removed: "
-                + ", ".join(f"{leftover.path} of {leftover.process}" for leftover in found[:8]),
-                UserWarning,
-                stacklevel=6,
-            )
 
     def _settle_homes(self) -> None:
         """A home for every flat parameter that trains; more come when parameters are unfrozen or added."""
@@ -189,41 +203,66 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 cure="load a checkpoint into the model and this optimizer",
             )
         began = time.perf_counter()
-        self.last_step = StepReport()
+        self.last_step = StepReport() if (early := self.updates_in_backward) is None else early.take_report()
         if self._offload.optimizer == "nvme":
             self._together("update", self._update)
         else:
             self._update()
-        self.last_step.wall_s = time.perf_counter() - began
+        self.last_step.wall_s += time.perf_counter() - began
         return loss
 
+    def number_groups(self) -> None:
+        """Note which group each parameter is in, for the updates that follow."""
+        self._numbers = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
+
+    def _group_of(self, parameter: torch.Tensor) -> int | None:
+        return self._numbers.get(id(parameter))
+
+    def has_all(self, flat: FlatParameter) -> bool:
+        """Whether every parameter of a flat parameter is in a group."""
+        return all(id(user) in self._numbers for user in flat.users)
+
     def _update(self) -> None:
+        if self.updates_in_backward is not None:
+            self.updates_in_backward.end_step()
         self._settle_homes()
-        numbers = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
-
-        def group_of(parameter: torch.Tensor) -> int | None:
-            return numbers.get(id(parameter))
-
-        self._group_of = group_of
-        parts = []
-        for home in self._homes.values():
+        self.number_groups()
+        homes: list[tuple[Home, torch.Tensor | None]] = [(home, None) for home in self._homes.values()]
+        for home, _ in homes:
             home.store.check()
             home.begin()
+        self._update_loose([(p, None) for group in self.param_groups for p in group["params"]])
+        self._update_homes(homes, self.last_step)
+        for home, _ in homes:
+            home.end()
+
+    def update_reduced(self, reduced: list[tuple[Home, torch.Tensor]], report: StepReport) -> None:
+        """Update whole flat parameters from gradient shards that their users do not hold, on any thread."""
+        ready: list[tuple[Home, torch.Tensor | None]] = []
+        for home, gradient in reduced:
+            flat = home.flat
+            flat.gradient.wait()
+            home.store.check()
+            home.begin()
+            gradient = gradient.to(flat.dtype)
+            self._update_loose([(user, gradient[:0]) for i, user in enumerate(flat.users) if not home.holds(i)])
+            ready.append((home, gradient))
+        self._update_homes(ready, report)
+
+    def _update_homes(self, homes: list[tuple[Home, torch.Tensor | None]], report: StepReport) -> None:
+        parts = []
+        for home, reduced in homes:
             for chunk in home.chunks:
-                if not self._has_gradients(home, chunk):
+                if reduced is None and not self._has_gradients(home, chunk):
                     continue
                 if home.store.is_streamed:
-                    parts.append(self._part(home, chunk))
+                    parts.append(self._part(home, chunk, reduced))
                 else:
                     before = time.perf_counter()
-                    found = home.entries(chunk, group_of, home.store.part)
-                    home.update(self._updater, found, self.param_groups, home.store.part)
-                    self.last_step.update_s += time.perf_counter() - before
-        self._update_loose()
+                    home.update(self._updater, self.param_groups, chunk, self._group_of, home.store.part, reduced)
+                    report.update_s += time.perf_counter() - before
         if parts and self._stream is not None:
-            self._stream.run(parts, self._update_part, self.last_step)
-        for home in self._homes.values():
-            home.end()
+            self._stream.run(parts, self._update_part, report)
 
     def _has_gradients(self, home: Home, chunk: Chunk) -> bool:
         with engine_access():
@@ -233,33 +272,37 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 for piece in chunk.pieces
             )
 
-    def _part(self, home: Home, chunk: Chunk) -> Part:
+    def _part(self, home: Home, chunk: Chunk, reduced: torch.Tensor | None) -> Part:
         store: Any = home.store
         is_new = not any(piece.has_state for piece in chunk.pieces)
-        return Part(store, chunk.start, chunk.stop, tuple(store.dtypes), is_new, (home, chunk))
+        return Part(store, chunk.start, chunk.stop, tuple(store.dtypes), is_new, (home, chunk, reduced))
 
     def _update_part(self, part: Part, regions: dict[str, torch.Tensor]) -> None:
-        home, chunk = part.content
+        home, chunk, reduced = part.content
 
         def place(key: str, start: int, stop: int) -> torch.Tensor:
             return regions[key][start - chunk.start : stop - chunk.start]
 
-        home.update(self._updater, home.entries(chunk, self._group_of, place), self.param_groups, place)
+        home.update(self._updater, self.param_groups, chunk, self._group_of, place, reduced)
 
-    def _update_loose(self) -> None:
-        """Parameters that no unit owns, and those of which this rank has no element: their state is in memory."""
+    def _update_loose(self, parameters: list[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        """Parameters that no unit owns, and those of which this rank has no element: their state is in memory.
+
+        Args:
+            parameters: With their gradients, where they do not hold them.
+        """
         entries = []
-        for number, group in enumerate(self.param_groups):
-            for parameter in group["params"]:
-                with engine_access():
-                    gradient = read_grad(parameter)
-                    info = info_of(parameter)
-                    home = self.home_of(info.flat) if info is not None else None
-                    if gradient is None or (home is not None and home.holds(info.index)):
-                        continue
-                    value = parameter.detach().as_subclass(torch.Tensor)
-                    gradient = gradient.detach().as_subclass(torch.Tensor)
-                entries.append((parameter, Entry(value, gradient, number, self._view.loose.get(parameter))))
+        for parameter, gradient in parameters:
+            with engine_access():
+                gradient = read_grad(parameter) if gradient is None else gradient
+                info = info_of(parameter)
+                home = self.home_of(info.flat) if info is not None else None
+                if gradient is None or (home is not None and home.holds(info.index)):
+                    continue
+                value = parameter.detach().as_subclass(torch.Tensor)
+                gradient = gradient.detach().as_subclass(torch.Tensor)
+            entry = Entry(value, gradient, self._numbers[id(parameter)], self._view.loose.get(parameter))
+            entries.append((parameter, entry))
         if entries:
             self._updater.run([entry for _, entry in entries], self.param_groups)
             for parameter, entry in entries:
@@ -320,6 +363,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def state_is_filled(self) -> None:
         self._failure = None
+        if self.updates_in_backward is not None:
+            self.updates_in_backward.forget_failure()
 
     def state_dict(self) -> dict[str, Any]:
         """State and groups by the names of parameters. Tensors in files are mapped, not read.
@@ -352,7 +397,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                         key: value.as_subclass(torch.Tensor) if isinstance(value, LocalSlice) else value
                         for key, value in state_dict["state"][name].items()
                     }
-        self._failure = None
+        self.state_is_filled()
 
     def _name(self, parameter: torch.Tensor) -> str:
         info = info_of(parameter)
@@ -361,6 +406,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """End the threads and remove the files. Done at exit too, and when the optimizer is gone."""
         self._failure = self._failure or "it was closed"
+        if self.updates_in_backward is not None:
+            self.updates_in_backward.close()
         self._finalizer()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -382,7 +429,10 @@ def _guarded(state: dict[str, Any], info: Any) -> dict[str, Any]:
     }
 
 
-def _release(homes: dict[int, Home], streams: list[Stream]) -> None:
+def _release(homes: dict[int, Home], streams: list[Stream], workers: list[Workers]) -> None:
+    for worker in workers:
+        worker.stop()
+    workers.clear()
     for stream in streams:
         stream.close()
     streams.clear()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..layout import FlatLayout
 from .files import BLOCK_BYTES
 
-__all__ = ["Chunk", "Piece", "chunk_numel_within", "cut"]
+__all__ = ["Chunk", "Piece", "batches", "chunk_numel_within", "cut", "piece_numel_within"]
 
 # Parameters are cut at multiples of this many elements from their start. Vectorised kernels treat a last part that
 # fills no vector in another way, which may round otherwise: it has to be the same elements as without cuts.
 _VECTOR_NUMEL = 128
+# An update makes several temporary tensors as long as what it is given: small enough for a processor's cache, and
+# large enough that the calls themselves cost little.
+_LARGEST_PIECE_NUMEL = 256 * 1024
 
 
 @dataclass(eq=False)
@@ -61,7 +65,26 @@ def chunk_numel_within(buffer_bytes: int, itemsize: int) -> int:
     return max(buffer_bytes // itemsize // BLOCK_BYTES, 1) * BLOCK_BYTES
 
 
-def cut(layout: FlatLayout, rank: int, chunk_numel: int) -> tuple[list[Chunk], int]:
+def piece_numel_within(chunk_numel: int) -> int:
+    """Elements of the longest piece: an eighth of a chunk, at most 1 MiB of fp32."""
+    return min(chunk_numel // 8, _LARGEST_PIECE_NUMEL)
+
+
+def batches(pieces: list[Piece], most_numel: int) -> Iterator[list[Piece]]:
+    """Consecutive pieces that have at most so many elements together."""
+    batch: list[Piece] = []
+    numel = 0
+    for piece in pieces:
+        if batch and numel + piece.numel > most_numel:
+            yield batch
+            batch, numel = [], 0
+        batch.append(piece)
+        numel += piece.numel
+    if batch:
+        yield batch
+
+
+def cut(layout: FlatLayout, rank: int, chunk_numel: int, piece_numel: int) -> tuple[list[Chunk], int]:
     """The chunks of what one rank holds of each parameter, and how many elements the store has.
 
     In the store slices lie one after another as in the shard, but each at a multiple of ``_VECTOR_NUMEL``.
@@ -79,7 +102,7 @@ def cut(layout: FlatLayout, rank: int, chunk_numel: int) -> tuple[list[Chunk], i
             number = place // chunk_numel
             if not chunks or chunks[-1].start != number * chunk_numel:
                 chunks.append(Chunk(number * chunk_numel, number * chunk_numel))
-            stop = min(end, (number + 1) * chunk_numel)
+            stop = min(end, (number + 1) * chunk_numel, place + piece_numel)
             offset = place - begin
             chunks[-1].pieces.append(Piece(index, first + offset, first + stop - begin, offset, place))
             chunks[-1].stop = place = stop

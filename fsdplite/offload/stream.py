@@ -20,7 +20,7 @@ import torch
 from .files import aligned_bytes
 from .stores import DiskStore
 
-__all__ = ["Part", "StepReport", "Stream"]
+__all__ = ["Job", "Part", "StepReport", "Stream", "Workers"]
 
 _THREADS = 2  # for each direction
 
@@ -64,7 +64,7 @@ class Part:
     content: Any = None
 
 
-class _Job:
+class Job:
     __slots__ = ("_call", "_done", "error")
 
     def __init__(self, call: Callable[[], None]) -> None:
@@ -83,19 +83,23 @@ class _Job:
     def is_done(self) -> bool:
         return self._done.is_set()
 
-    def wait(self) -> None:
+    def settle(self) -> None:
+        """Until it has run, well or not."""
         self._done.wait()
+
+    def wait(self) -> None:
+        self.settle()
         if self.error is not None:
             raise self.error
 
 
-class _Workers:
+class Workers:
     """Threads that run jobs in order, until told to stop. Not a pool of the standard library: those refuse work
     while the interpreter exits."""
 
-    def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for _ in range(_THREADS)]
+    def __init__(self, name: str, count: int = _THREADS) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for _ in range(count)]
         for thread in self._threads:
             thread.start()
 
@@ -103,8 +107,8 @@ class _Workers:
         while (job := self._jobs.get()) is not None:
             job.run()
 
-    def submit(self, call: Callable[[], None]) -> _Job:
-        job = _Job(call)
+    def submit(self, call: Callable[[], None]) -> Job:
+        job = Job(call)
         self._jobs.put(job)
         return job
 
@@ -118,7 +122,7 @@ class _Workers:
 @dataclass
 class _Slot:
     memory: list[torch.Tensor]
-    jobs: list[_Job] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
 
     def regions(self, part: Part) -> dict[str, torch.Tensor]:
         """The buffer as whole blocks of bytes, one tensor per region."""
@@ -142,8 +146,8 @@ class Stream:
     def __init__(self, buffer_bytes: int, regions: int, count: int) -> None:
         self._size = buffer_bytes, regions
         self._slots = [_Slot([aligned_bytes(buffer_bytes) for _ in range(regions)]) for _ in range(count)]
-        self._readers = _Workers("fsdplite-read")
-        self._writers = _Workers("fsdplite-write")
+        self._readers = Workers("fsdplite-read")
+        self._writers = Workers("fsdplite-write")
         self._lock = threading.Lock()
 
     def fits(self, buffer_bytes: int, regions: int) -> bool:
@@ -185,7 +189,7 @@ class Stream:
         except BaseException:
             for slot in self._slots:  # nothing may be read or written behind the caller's back
                 for job in slot.jobs:
-                    job._done.wait()
+                    job.settle()
             raise
         finally:
             for slot in self._slots:
@@ -201,7 +205,7 @@ class Stream:
             return slot
         return None
 
-    def _start_reading(self, part: Part, slot: _Slot, report: StepReport) -> list[_Job]:
+    def _start_reading(self, part: Part, slot: _Slot, report: StepReport) -> list[Job]:
         jobs = []
         for key, memory in slot.regions(part).items():
             if part.is_new:
@@ -211,7 +215,7 @@ class Stream:
             jobs.append(self._readers.submit(self._timed(part.store.file.read, offset, memory, report, "read")))
         return jobs
 
-    def _start_writing(self, part: Part, slot: _Slot, report: StepReport) -> list[_Job]:
+    def _start_writing(self, part: Part, slot: _Slot, report: StepReport) -> list[Job]:
         return [
             self._writers.submit(
                 self._timed(part.store.file.write, part.store.span(key, part.start, part.stop)[0], memory, report, "write")

@@ -373,7 +373,7 @@ def test_the_cut_covers_a_shard_once() -> None:
     layout = FlatLayout([(5000,), (0,), (3,), (9000,)], world_size=3, alignment=4)
     assert chunk_numel_within(16384, 4) == 4096 and chunk_numel_within(1, 8) == 4096
     for rank in range(3):
-        chunks, numel = cut(layout, rank, 4096)
+        chunks, numel = cut(layout, rank, 4096, 1024)
         assert all(chunk.start % 4096 == 0 and chunk.stop - chunk.start <= 4096 for chunk in chunks)
         places: list[int] = []
         for index in range(4):
