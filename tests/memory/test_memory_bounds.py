@@ -27,12 +27,22 @@ def status(key):
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
 
 
-torch.manual_seed(0)
-model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(blocks)))
-offload = fsdp.Offload(optimizer="nvme", path=folder, buffer_bytes=BUFFER) if kind == "nvme" else None
-fsdp.fsdp_wrap(model, fsdp.by_class(torch.nn.Linear), offload=offload)
-make = torch.optim.AdamW if kind == "plain" else lambda p, **s: fsdp.offloaded(torch.optim.AdamW, model, **s)
-optimizer = make(model.parameters(), lr=1e-3, foreach=False)
+def build(width, blocks):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(blocks)))
+    offload = fsdp.Offload(optimizer="nvme", path=folder, buffer_bytes=BUFFER) if kind == "nvme" else None
+    fsdp.fsdp_wrap(model, fsdp.by_class(torch.nn.Linear), offload=offload)
+    make = torch.optim.AdamW if kind == "plain" else lambda p, **s: fsdp.offloaded(torch.optim.AdamW, model, **s)
+    return model, make(model.parameters(), lr=1e-3, foreach=False)
+
+
+other, warm = build(16, 2)
+for _ in range(3):  # pages of code that a first step brings into memory are not what is measured
+    other(torch.randn(4, 16)).square().mean().backward()
+    warm.step()
+if kind == "nvme":
+    warm.close()
+model, optimizer = build(WIDTH, blocks)
 x = torch.randn(4, WIDTH)
 model(x).square().mean().backward()
 model.zero_grad()
@@ -66,13 +76,16 @@ def program(kind: str, blocks: int, room: int, folder: Any) -> subprocess.Comple
 
 @pytest.mark.slow
 def test_a_step_takes_the_same_memory_as_the_model_grows(tmp_path: Any) -> None:
-    """Buffers: four of 1 MiB for each of two moments. An update makes a few more of 1 MiB. The state is 8 and 64 MiB."""
+    """Buffers: four of 1 MiB for each of two moments. One unit: 1 MiB. The state is 8 and 64 MiB.
+
+    Half a MiB more is for what the interpreter and the allocator take.
+    """
     taken = []
     for blocks in (4, 32):
         done = program("nvme", blocks, 0, tmp_path)
         assert done.returncode == 0, done.stderr
         taken.append(int(done.stdout))
-    assert all(most < 8 * MIB + 5 * MIB for most in taken), [most / MIB for most in taken]
+    assert all(most < 8 * MIB + 1.5 * MIB for most in taken), [most / MIB for most in taken]
     assert taken[1] - taken[0] < 1 * MIB, [most / MIB for most in taken]
 
 
