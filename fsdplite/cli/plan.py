@@ -90,7 +90,7 @@ def _run(args: argparse.Namespace) -> int:
         return 1
     if args.html is not None:
         try:
-            Path(args.html).write_text(plan.to_html(_timeline(plan)), encoding="utf-8")
+            Path(args.html).write_text(plan.to_html(timeline=_timeline(plan)), encoding="utf-8")
         except OSError as error:
             print(f"fsdplite plan: --html: {args.html}: {error.strerror or error}", file=sys.stderr)
             return 2

@@ -36,7 +36,9 @@ def test_everything_on_one_page() -> None:
     comparison = plan.compare(model, step)
     with fsdp.trace(model) as trace:
         step()
-    page = plan.to_html(fsdp.simulate(plan.but(world_size=8, mesh=(1, 8))), comparison, trace)
+    page = plan.to_html(
+        timeline=fsdp.simulate(plan.but(world_size=8, mesh=(1, 8))), comparison=comparison, trace=trace
+    )
     root = parsed(page)
     headings = [heading.text for heading in root.iter("h2")]
     assert headings == ["Memory by phase", "Timeline", "Predicted and measured", "Units",
