@@ -19,14 +19,14 @@ from ..control import STATE, exchange, exchange_texts
 from ..errors import ConfigError, FSDPError, OffloadError
 from ..flat_param import FlatParameter
 from ..fsdp_unit import state_of
-from ..parameter import LocalSlice, as_local_slice, engine_access, info_of, read_grad
+from ..parameter import LocalSlice, engine_access, info_of, read_grad
 from ..watchdog import Waiting
 from .files import warn_of_leftovers
 from .homes import Home
 from .in_backward import UpdatesInBackward
 from .options import Offload
 from .pieces import Chunk
-from .state_view import StateView
+from .state_view import StateView, guarded
 from .stream import Part, StepReport, Stream, Workers
 from .update import Entry, Updater
 
@@ -114,6 +114,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._homes: dict[int, Home] = {}
         self._stream: Stream | None = None
         self._failure: str | None = None
+        self._is_closed = False
         self.last_step = StepReport()
         self.updates_in_backward: UpdatesInBackward | None = None
         self._finalizer = weakref.finalize(self, _release, self._homes, (streams := []), (workers := []))
@@ -123,11 +124,19 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> StateView:  # type: ignore[override]
+        if self._is_closed:
+            raise OffloadError(
+                "the optimizer was closed: its state is gone",
+                rank=self._groups.rank,
+                cure="save a checkpoint before close()",
+            )
         return self._view
 
     @state.setter
     def state(self, value: Any) -> None:
-        """The base class puts an empty one there."""
+        if hasattr(self, "param_groups"):  # the base class begins with an empty one
+            self._view.clear()
+            self._view.update(value)
 
     # ------------------------------------------------------------------ homes
 
@@ -373,7 +382,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         named = {self._name(p): p for group in self.param_groups for p in group["params"]}
         groups = [{**group, "params": [self._name(p) for p in group["params"]]} for group in self.param_groups]
-        state = {name: _guarded(self._view[p], info_of(p)) for name, p in named.items() if p in self._view}
+        view = self.state
+        state = {name: guarded(view[p], info_of(p)) for name, p in named.items() if p in view}
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -406,6 +416,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """End the threads and remove the files. Done at exit too, and when the optimizer is gone."""
         self._failure = self._failure or "it was closed"
+        self._is_closed = True
         if self.updates_in_backward is not None:
             self.updates_in_backward.close()
         self._finalizer()
@@ -418,15 +429,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__reduce_ex__(2)
-
-
-def _guarded(state: dict[str, Any], info: Any) -> dict[str, Any]:
-    if info is None:
-        return state
-    return {
-        key: as_local_slice(value, info) if isinstance(value, torch.Tensor) and value.dim() else value
-        for key, value in state.items()
-    }
 
 
 def _release(homes: dict[int, Home], streams: list[Stream], workers: list[Workers]) -> None:

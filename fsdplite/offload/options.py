@@ -49,6 +49,10 @@ class Offload:
             )
         if self.path is not None and not isinstance(self.path, (str, os.PathLike)):
             raise ConfigError("Offload(path=...) is a directory", expected="a path", found=repr(self.path))
+        if self.path is not None:
+            if not os.fspath(self.path):
+                raise ConfigError("Offload(path=...) is a directory", expected="a path", found=repr(self.path))
+            object.__setattr__(self, "path", os.path.abspath(self.path))  # the program may change its directory
         if not isinstance(self.buffers, int) or self.buffers < 3:
             raise ConfigError(
                 "reading ahead, updating and writing behind take a buffer each",

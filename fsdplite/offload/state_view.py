@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..parameter import info_of
+from ..parameter import as_local_slice, info_of
 
 if TYPE_CHECKING:
     from .optimizer import OffloadedOptimizer
 
-__all__ = ["StateView"]
+__all__ = ["StateView", "guarded"]
 
 
 class StateView(MutableMapping):
@@ -78,3 +78,13 @@ class StateView(MutableMapping):
         place = home.region(index, key)
         self._filling[id(parameter), key] = place
         return place
+
+
+def guarded(state: dict[str, Any], info: Any) -> dict[str, Any]:
+    """A state whose tensors refuse to be written to a file as if they were whole."""
+    if info is None:
+        return state
+    return {
+        key: as_local_slice(value, info) if isinstance(value, torch.Tensor) and value.dim() else value
+        for key, value in state.items()
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import os
 import random
 import time
 from typing import Any
@@ -233,7 +235,41 @@ def closure_body(folder: str) -> None:
     compare(folder, [place("nvme", folder), place("cpu", folder)], loop, lambda: Net(2))
 
 
-@pytest.mark.parametrize("body", [groups_body, thawing_body, unused_body, ignored_body, closure_body])
+def reset_body(folder: str) -> None:
+    """Starting again from no state, as programs do after a spike of the loss."""
+
+    def loop(model: nn.Module, offload: Any) -> Any:
+        optimizer = make(torch.optim.AdamW, model, offload, lr=0.1)
+        seen = train(model, optimizer, range(2))
+        optimizer.state = collections.defaultdict(dict)
+        return seen + train(model, optimizer, range(2, 4)), optimizer
+
+    compare(folder, [place("nvme", folder), place("cpu", folder)], loop, lambda: Net(2))
+
+
+def closed_body(folder: str) -> None:
+    """Where the state lies is settled when the model is wrapped, and a closed optimizer has none to save."""
+    os.chdir(folder)
+    os.makedirs(f"state-{here.rank}")
+    model = fsdp.fsdp_wrap(seeded(Net, 2), offload=place("nvme", f"state-{here.rank}"))
+    optimizer = fsdp.offloaded(torch.optim.AdamW, model, lr=0.1)
+    os.chdir("/")
+    train(model, optimizer, range(2))
+    assert os.listdir(os.path.join(folder, f"state-{here.rank}"))
+    optimizer.close()
+    assert not os.listdir(os.path.join(folder, f"state-{here.rank}"))
+    expect_loud(lambda: fsdp.save_checkpoint(os.path.join(folder, "root"), model, optimizer, step=1), "closed", "before close")
+    assert fsdp.latest_step(os.path.join(folder, "root")) is None
+    expect_loud(optimizer.state_dict, "closed")
+    expect_loud(lambda: place("nvme", ""), "path")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_closed_optimizer(tmp_path: Any, world_size: int) -> None:
+    run(world_size, closed_body, str(tmp_path))
+
+
+@pytest.mark.parametrize("body", [groups_body, thawing_body, unused_body, ignored_body, closure_body, reset_body])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_groups_and_parameters(tmp_path: Any, body: Any, world_size: int) -> None:
     run(world_size, body, str(tmp_path))
