@@ -136,7 +136,7 @@ def sink(target: Target, stored: str, first: int) -> Callable[[int, memoryview],
 def into_memory(tensor: Any) -> tuple[torch.Tensor, Callable[[], None]]:
     """A contiguous one-dimensional tensor to write to, and what has to be called when it is full."""
     flat = tensor.detach()
-    if flat.is_contiguous():
+    if flat.is_contiguous() and not flat.is_conj() and not flat.is_neg():
         return flat.view(-1), lambda: None
     copy = torch.empty(flat.numel(), dtype=flat.dtype, device=flat.device)
 
