@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+import torch
+
 from .. import events
 from ..errors import CheckpointError, FSDPError
 from . import model_state
@@ -128,11 +130,11 @@ class Reading:
         try:
             self._read(requests)
             self._together("done")
+            for write_back in write_backs:
+                write_back()
         except BaseException:
-            _distrust(loaded)
+            _distrust(state, loaded)
             raise
-        for write_back in write_backs:
-            write_back()
         _trust(state, loaded)
 
     def _together(self, name: str) -> None:
@@ -208,18 +210,28 @@ def _trust(state: ModelState, loaded: list[ModelTensor]) -> None:
     for flat in {id(entry.flat): entry.flat for entry in loaded if entry.flat is not None}.values():
         flat.mark_updated()
     names = {name for entry in loaded for name in entry.names}
+    _count_versions(loaded)
     for name, schedule, inner in model_state.unfilled(state):
         if name in names:
             del schedule.unfilled[inner]
 
 
-def _distrust(loaded: list[ModelTensor]) -> None:
+def _distrust(state: ModelState, loaded: list[ModelTensor]) -> None:
     """A load ended in the middle: the model holds a mixture, and its next forward refuses it."""
+    blank = set(model_state.unfilled_names(state))  # another version would say that somebody has filled them
+    _count_versions([entry for entry in loaded if entry.name not in blank])
     for entry in loaded:
         if entry.flat is not None:
             entry.flat.unfilled.add(entry.index)
             entry.flat.unit.schedule.unfilled[entry.flat.names[entry.index]] = (entry.flat, entry.index)
             entry.flat.mark_updated()
+
+
+def _count_versions(loaded: list[ModelTensor]) -> None:
+    """Tell autograd, which did not see the bytes come: a backward that needs the old values must raise."""
+    for entry in loaded:
+        if entry.flat is None and not entry.tensor.is_inference():
+            torch.autograd.graph.increment_version(entry.tensor)
 
 
 def refuse_unfilled(state: ModelState, missing: list[str]) -> None:
