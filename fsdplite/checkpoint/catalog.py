@@ -210,20 +210,32 @@ def make_directories(fs: FileSystem, path: str) -> None:
         fs.flush_directory(os.path.dirname(path))
 
 
-def clean(fs: FileSystem, root: str) -> None:
-    """Remove what failed saves have left; put back a step that was set aside and not replaced."""
+def clean(fs: FileSystem, root: str) -> list[OSError]:
+    """Remove what failed saves have left; put back a step that was set aside and not replaced.
+
+    Returns:
+        Why some of it is still there. Each is of one leftover, and none of them stands in the way of a save.
+    """
+    kept = []
     for name in fs.list(root):
-        if fs.is_remote and PUBLISHED.fullmatch(name):
-            _clean_remote(fs, os.path.join(root, name))
-        match = WORKING.fullmatch(name)
-        if not match:
-            continue
         path = os.path.join(root, name)
-        final = os.path.join(root, step_directory(int(match[1])))
-        if match[2] == "replaced" and not _exists(fs, final):
-            fs.rename(path, final)
-        else:
-            remove_tree(fs, path)
+        try:
+            if fs.is_remote and PUBLISHED.fullmatch(name):
+                _clean_remote(fs, path)
+            elif match := WORKING.fullmatch(name):
+                _clean_working(fs, path, os.path.join(root, step_directory(int(match[1]))), match[2])
+        except OSError as problem:
+            kept.append(problem)
+    return kept
+
+
+def _clean_working(fs: FileSystem, path: str, final: str, purpose: str) -> None:
+    if fs.is_link(path):
+        raise OSError(errno.ELOOP, "a symbolic link: what it points to is not the root's", path)
+    if purpose == "replaced" and not _exists(fs, final):
+        fs.rename(path, final)
+    else:
+        remove_tree(fs, path)
 
 
 def _clean_remote(fs: FileSystem, path: str) -> None:
@@ -242,16 +254,24 @@ def _exists(fs: FileSystem, path: str) -> bool:
 
 
 def remove_tree(fs: FileSystem, path: str) -> None:
-    """Remove a checkpoint's directory, the manifest first. Parts of it that are gone already are no error."""
+    """Remove a checkpoint's directory, the manifest first, and what others have put into it.
+
+    Links in it are removed, not followed. Parts of it that are gone already are no error.
+    """
     try:
         names = fs.list(path)
     except FileNotFoundError:
         return
-    for name in names:
+    for name in sorted(names, key=lambda name: name != MANIFEST):
+        inner = os.path.join(path, name)
         try:
-            fs.remove(os.path.join(path, name))
+            fs.remove(inner)
         except FileNotFoundError:
             pass
+        except OSError as problem:  # what unlink says of a directory: EISDIR on Linux, EPERM elsewhere
+            if problem.errno not in (errno.EISDIR, errno.EPERM) or not fs.is_directory(inner):
+                raise
+            remove_tree(fs, inner)
     try:
         fs.remove_directory(path)
     except FileNotFoundError:

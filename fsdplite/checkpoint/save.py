@@ -21,6 +21,8 @@ from .manifest import MANIFEST, FileRecord, Manifest, encode, rank_file, step_di
 from .remote import file_system
 from .snapshot import Snapshot
 from .storage import FileSystem, write_exactly
+from .user_warning import warn_user
+from .user_warning import warn_user
 from .world import World, world_of
 from .writer import Part, Written, write_rank_file
 
@@ -178,7 +180,8 @@ class _Save:
         manifest = self._plan(structure, notes, run_id)
         agreement.phase = "prepare"
         catalog.make_directories(fs, self._root)
-        catalog.clean(fs, self._root)
+        for kept in catalog.clean(fs, self._root):
+            warn_user(f"save_checkpoint could not remove what an earlier save has left: {kept}")
         catalog.refuse_replacing(fs, self._root, self._step)
         fs.make_directory(staging)
         try:

@@ -111,6 +111,14 @@ class FileSystem:
         """Whether a name is a symbolic link, so that what is in it belongs elsewhere."""
         return os.path.islink(path)
 
+    def is_directory(self, path: str) -> bool:
+        """Whether a name is a directory, and not a link to one."""
+        return os.path.isdir(path) and not os.path.islink(path)
+
+    def is_directory(self, path: str) -> bool:
+        """Whether a name is a directory, and not a link to one."""
+        return os.path.isdir(path) and not os.path.islink(path)
+
     def modified_s(self, path: str) -> float:
         """When a file, or the names in a directory, last changed: seconds since 1970."""
         return os.stat(path).st_mtime
