@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from ..errors import ConfigError, GradientError, PolicyError
 from ..policy import Policy
+from .buffers import BuffersBefore
 
 __all__ = ["recompute_matching", "refuse_lost_gradients"]
 
@@ -30,7 +32,26 @@ class _Recomputed:
         from torch.utils.checkpoint import checkpoint
 
         # Bound first: the module's keywords may have the names of checkpoint's own options.
-        return checkpoint(functools.partial(super().__call__, **kwargs), *args, use_reentrant=False)
+        function = functools.partial(super().__call__, **kwargs)
+        return checkpoint(_Repeated(self, function), *args, use_reentrant=False)
+
+
+class _Repeated:
+    """A call of a module that ``checkpoint`` makes in forward, and again in backward."""
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._buffers = BuffersBefore(module)
+        self._has_run = False
+
+    def __call__(self, *args: Any) -> Any:
+        if self._has_run:
+            with self._buffers.as_before():
+                return self._function(*args)
+        output = self._function(*args)
+        self._buffers.first_run_is_over()
+        self._has_run = True
+        return output
 
 
 _classes: dict[type, type] = {}

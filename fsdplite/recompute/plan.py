@@ -105,7 +105,7 @@ class Plan:
             self._segment, self._index = weakref.ref(segment), index
         self._is_inside = True
         try:
-            return segment.run(module, function, args, kwargs, _buffers_of(module))
+            return segment.run(module, function, args, kwargs)
         finally:
             self._is_inside = False
             if not self._is_settled:
@@ -177,10 +177,6 @@ def _may_hook() -> bool:
 def _is_weight(tensor: torch.Tensor) -> bool:
     base = tensor if tensor._base is None else tensor._base
     return isinstance(base, nn.Parameter) or owner_of(tensor) is not None
-
-
-def _buffers_of(module: nn.Module) -> list[tuple[dict, str]]:
-    return [(inner._buffers, key) for inner in module.modules() if inner._buffers for key in inner._buffers]
 
 
 _classes: dict[type, type] = {}

@@ -23,12 +23,12 @@ from torch import nn
 
 from ..errors import GradientError, ParameterUseError
 from ..structure import map_tensors, tensors_in
+from .buffers import BuffersBefore
 from .passes import replaying
 
 __all__ = ["Segment", "storage_bytes"]
 
 _current_task = torch._C._current_graph_task_id
-BufferPlace = tuple[dict, str]
 
 
 class _Kept:
@@ -77,7 +77,7 @@ class _Note:
 class _BlockCall:
     """One call of a block, ready to be repeated."""
 
-    __slots__ = ("args", "autocast", "generations", "kwargs", "module", "random", "written_buffers")
+    __slots__ = ("args", "autocast", "buffers", "generations", "kwargs", "module", "random")
 
     def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.module = weakref.ref(module)  # a graph must not keep modules alive
@@ -85,7 +85,7 @@ class _BlockCall:
         self.kwargs = kwargs
         self.random: Any = None
         self.autocast = autocast_state()
-        self.written_buffers: list[BufferPlace] = []
+        self.buffers = BuffersBefore(module)
         unit = module.__dict__.get("_fsdp")
         self.generations = [(flat, flat.generation) for flat in unit.flats] if unit is not None else []
 
@@ -121,9 +121,7 @@ class Segment:
 
     # ------------------------------------------------------------------ the first run
 
-    def run(
-        self, module: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict, buffers: list[BufferPlace]
-    ) -> Any:
+    def run(self, module: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Call a block and keep what is needed to call it again."""
         call = _BlockCall(module, map_tensors(self._reference, args), map_tensors(self._reference, kwargs))
         random = random_state(args, kwargs)
@@ -132,16 +130,9 @@ class Segment:
         self._calls.append(call)
         if self._is_weight is not None:
             self.saved_bytes.append({})
-        before = [(place.get(key), getattr(place.get(key), "_version", 0)) for place, key in buffers]
         with torch.autograd.graph.saved_tensors_hooks(self._note, _open):
             output = function(*args, **kwargs)
-        # Batch norm writes its statistics without a trace, but counts batches beside them.
-        written = {
-            id(place)
-            for (place, key), (buffer, version) in zip(buffers, before)
-            if place.get(key) is not buffer or (buffer is not None and buffer._version != version)
-        }
-        call.written_buffers = [(place, key) for place, key in buffers if id(place) in written]
+        call.buffers.first_run_is_over()
         self._measuring.clear()
         self._random_after = random_state(args, kwargs)
         self._outputs.append([(weakref.ref(t), t._version) for t in tensors_in(output)])
@@ -222,7 +213,7 @@ class Segment:
                 if call.random is not None:
                     _set_random(call.random)
                 args, kwargs = _filled(call.args, outputs), _filled(call.kwargs, outputs)
-                with _autocast(call.autocast), _buffers_kept(call.written_buffers):
+                with _autocast(call.autocast), call.buffers.as_before():
                     with torch.autograd.graph.saved_tensors_hooks(take, _never):
                         output = module(*args, **kwargs)
                 outputs.append(list(tensors_in(output)))
@@ -314,17 +305,3 @@ def _autocast(states: list[tuple[str, bool, torch.dtype, bool]]) -> Iterator[Non
             for kind, enabled, dtype, cache in states:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache))
         yield
-
-
-@contextlib.contextmanager
-def _buffers_kept(places: list[BufferPlace]) -> Iterator[None]:
-    """Buffers that the first run has written, such as running statistics, are not written twice."""
-    before = [(place, key, place.get(key), None if (b := place.get(key)) is None else b.clone()) for place, key in places]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for place, key, buffer, value in before:
-                if value is not None:
-                    buffer.copy_(value)
-                place[key] = buffer
