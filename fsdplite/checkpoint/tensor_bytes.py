@@ -39,12 +39,12 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of any tensor, of ours or the user's, in one plain dimension.
+    """The elements of any tensor, of ours or the user's, in one plain dimension and side by side in memory.
 
     Copied only if not contiguous, or if its memory holds other values than it has (views by ``conj()``).
     """
     with engine_access(), torch.no_grad():
-        return tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().reshape(-1)
+        return tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().reshape(-1).contiguous()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
