@@ -148,17 +148,21 @@ class _Load:
             differences.unexpected.update(load.unexpected(stored))
             targets += load.targets
         differences.refuse(strict, self._path)
+        values: list[Target] = []
+        extra_tensors = self._extra_targets(values)
+        own = self._own_values(values)
+        reading.prepare(manifest, values, targets)
+        # Before the first weight changes: these may turn out to be nothing that a save writes.
+        extra = decode_value(manifest.extra, extra_tensors, "extra")
+        per_rank = None if own is None else unpack(bytes(bytes_of(own)), self._path, "per_rank")
         if load is not None:
-            load.begin()
-        extra_tensors = self._extra_targets(targets)
-        own = self._own_values(targets)
-        reading.fill(manifest, targets, state, [t for t in state.tensors if t.name in stored], write_backs)
-        if load is not None:
-            load.install()
+            write_backs.append(load.install)
+        loaded = [t for t in state.tensors if t.name in stored]
+        reading.fill(state, loaded, write_backs, None if load is None else load.begin)
         report = LoadReport(
             step=manifest.step,
-            extra=decode_value(manifest.extra, extra_tensors),
-            per_rank=None if own is None else unpack(bytes(bytes_of(own)), self._path),
+            extra=extra,
+            per_rank=per_rank,
             missing=list(differences.missing),
             unexpected=list(differences.unexpected),
             bytes_read=reading.bytes_read,
@@ -167,6 +171,7 @@ class _Load:
         refuse_unfilled(state, report.missing)
         return report
 
+    @torch.inference_mode(False)
     def _extra_targets(self, targets: list[Target]) -> dict[str, torch.Tensor]:
         tensors = {}
         for name, record in self._manifest.tensors.items():

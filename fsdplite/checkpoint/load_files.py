@@ -124,7 +124,8 @@ def _load(reading: Reading, model: nn.Module, names: list[str], rename: Rename, 
     stored = reading.match(manifest, state, False, differences)
     targets, write_backs = reading.model_targets(state, stored)
     differences.refuse(strict, reading.folder, may_cast=False)
-    reading.fill(manifest, targets, state, [t for t in state.tensors if t.name in stored], write_backs, inside)
+    reading.prepare(manifest, [], targets, inside)
+    reading.fill(state, [t for t in state.tensors if t.name in stored], write_backs)
     report = LoadReport(
         step=None,
         missing=list(differences.missing),

@@ -135,9 +135,10 @@ class OptimizerLoad:
             self.targets.append(Target(source, low, high, values.view(-1)))
         for key, entry in self._section["scalars"].get(stored, {}).items():
             if "value" in entry:
-                state[key] = decode_value(entry["value"], {})
+                state[key] = decode_value(entry["value"], {}, f"optimizer state '{key}' of '{stored}'")
             else:
-                state[key] = _place(scalar_tensor(entry["tensor"]), key, before.get(key), group, member)
+                value = scalar_tensor(entry.get("tensor"), f"optimizer state '{key}' of '{stored}'")
+                state[key] = _place(value, key, before.get(key), group, member)
         self._states.append((member, state))
 
     def _dtype_of(self, before: Any, stored: str, parameter: str, wanted: torch.dtype) -> torch.dtype:
@@ -154,6 +155,7 @@ class OptimizerLoad:
         if hasattr(self._optimizer, "state_is_being_filled"):
             self._optimizer.state_is_being_filled()
 
+    @torch.inference_mode(False)  # what moves to another device must stay an ordinary tensor
     def install(self) -> None:
         """Give the optimizer what was read. Groups keep their order and members."""
         for group, settings in self._settings:
@@ -200,6 +202,7 @@ def _setting_names(group: Iterable[str]) -> set[str]:
     return set(group) - {"params", "param_names", "initial_lr"}
 
 
+@torch.inference_mode(False)
 def _place(value: torch.Tensor, key: str, before: Any, group: dict[str, Any], member: ModelTensor) -> torch.Tensor:
     """A scalar state where a fresh optimizer keeps it, its value and dtype as saved."""
     if isinstance(before, torch.Tensor):

@@ -124,6 +124,10 @@ def _collect_state(result: OptimizerState, member: ModelTensor, state: dict[str,
 
 
 def decode_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """A saved group's settings, tensors and tuples included."""
-    tensors = {name: scalar_tensor(entry) for name, entry in group["tensors"].items()}
-    return {key: decode_value(value, tensors) for key, value in group["settings"].items()}
+    """A saved group's settings, tensors and tuples included. Its members are not among them, whatever it says."""
+    tensors = {name: scalar_tensor(entry, "a parameter group's tensor") for name, entry in group["tensors"].items()}
+    return {
+        key: decode_value(value, tensors, f"parameter group's [{key!r}]")
+        for key, value in group["settings"].items()
+        if key not in _NOT_SETTINGS
+    }

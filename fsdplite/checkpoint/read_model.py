@@ -17,7 +17,7 @@ from .manifest import FileRecord, Manifest, intersect
 from .model_state import ModelState, ModelTensor
 from .reading import BUFFER_BYTES, RankFile, Request, refuse_damage
 from .storage import FileSystem
-from .wanted import Differences, Target, check_dtype, describe, into_memory, sink
+from .wanted import Differences, Target, check_dtype, describe, into_memory, shares_memory_inside, sink
 
 __all__ = ["Reading", "refuse_unfilled"]
 
@@ -36,6 +36,7 @@ class Reading:
         self.folder = folder
         self._fs = fs
         self._files: dict[int, RankFile] = {}
+        self._wanted: dict[int, list[list[Request]]] = {}
 
     @property
     def bytes_read(self) -> int:
@@ -74,6 +75,11 @@ class Reading:
                     f"shape: '{entry.name}' is stored with shape {record.shape}, wanted with {entry.shape}"
                 )
             check_dtype(entry.name, record.dtype, entry.dtype, allow_cast, differences)
+            if entry.flat is None and shares_memory_inside(entry.tensor):
+                differences.wrong.append(
+                    f"memory: '{entry.name}' has elements that share memory (strides {entry.tensor.stride()}), and "
+                    "cannot be written to; give the model its clone()"
+                )
         known = {name for entry in state.tensors for name in entry.names}
         used = set(stored.values())
         for name, record in manifest.model_tensors().items():
@@ -104,31 +110,49 @@ class Reading:
 
     # ------------------------------------------------------------------ reading
 
-    def fill(
+    def prepare(
         self,
         manifest: Manifest,
+        values: list[Target],
         targets: list[Target],
+        inside: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Open the files, prove their headers, and read what is no part of the model.
+
+        Args:
+            manifest: Of the files.
+            values: Tensors of this load's own, to read at once.
+            targets: Where :meth:`fill` is to put the others.
+            inside: Names in the files, where they are not the manifest's.
+        """
+        self.agreement.phase = "open"
+        first = self._requests(manifest, values, inside)
+        self._wanted = self._requests(manifest, targets, inside)
+        both = [request for part in (first, self._wanted) for rounds in part.values() for r in rounds for request in r]
+        events.emit("load", sum(request.high - request.low for request in both))
+        self.agreement.phase = "read"
+        self._read(first)
+
+    def fill(
+        self,
         state: ModelState,
         loaded: list[ModelTensor],
         write_backs: list[Callable[[], None]],
-        inside: Mapping[str, str] = MappingProxyType({}),
+        begin: Callable[[], None] | None = None,
     ) -> None:
         """Read all targets: nothing before every rank has proved its headers, nothing used before it is checked.
 
         Args:
-            manifest: Of the files.
-            targets: Where the values go.
             state: The model.
             loaded: Its tensors among the targets.
             write_backs: Called when all values are there.
-            inside: Names in the files, where they are not the manifest's.
+            begin: Called before the first is written, when no rank can refuse any more.
         """
-        self.agreement.phase = "open"
-        requests = self._requests(manifest, targets, inside)
         self._together("ready")
-        self.agreement.phase = "read"
         try:
-            self._read(requests)
+            if begin is not None:
+                begin()
+            self._read(self._wanted)
             self._together("done")
             for write_back in write_backs:
                 write_back()
@@ -164,9 +188,10 @@ class Reading:
                 by_file.setdefault(piece.file, {}).setdefault(target.source, []).append(request)
         result = {}
         for number, requests in by_file.items():
-            if number not in self._files:
+            if manifest.files:  # those of a folder without a manifest are open, and said themselves what they hold
                 record = manifest.files[number]
-                self._check_ranges(manifest, number, self.open(number, record.name, record), requests)
+                file = self._files.get(number) or self.open(number, record.name, record)
+                self._check_ranges(manifest, number, file, requests)
             # Tied names may want the same bytes twice: each round asks for a tensor once.
             rounds = max(len(several) for several in requests.values())
             result[number] = [[r[i] for r in requests.values() if i < len(r)] for i in range(rounds)]
@@ -182,8 +207,6 @@ class Reading:
 
     def _read(self, requests: dict[int, list[list[Request]]]) -> None:
         """File by file, begun at a place that depends on the rank, so that not all ranks read the same one first."""
-        every = (request for rounds in requests.values() for wanted in rounds for request in wanted)
-        events.emit("load", sum(request.high - request.low for request in every))
         buffer = memoryview(bytearray(BUFFER_BYTES))
         numbers = sorted(requests)
         start = self.agreement.world.index * len(numbers) // self.agreement.world.size if numbers else 0

@@ -61,23 +61,38 @@ def _refused(value: Any, where: str) -> CheckpointError:
     )
 
 
-def decode_value(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Back from JSON."""
+def decode_value(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
+    """Back from JSON. What :func:`encode_value` would not have written is an error that names its place."""
     if isinstance(value, list):
-        return [decode_value(v, tensors) for v in value]
+        return [decode_value(v, tensors, f"{where}[{i}]") for i, v in enumerate(value)]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
         (mark, content), *_ = value.items()
-        if mark == "__tensor__":
-            return tensors[content]
-        if mark == "__tuple__":
-            return tuple(decode_value(v, tensors) for v in content)
-        if mark == "__float__":
-            return float(content)
-        if mark == "__dict__":
-            return {decode_value(k, tensors): decode_value(v, tensors) for k, v in content}
-    return {key: decode_value(v, tensors) for key, v in value.items()}
+        if mark in _MARKS:
+            try:
+                return _decode_marked(mark, content, tensors, where)
+            except (TypeError, ValueError, KeyError):
+                raise _malformed(where, f"{mark} of {repr(content)[:80]}") from None
+    return {key: decode_value(v, tensors, f"{where}[{key!r}]") for key, v in value.items()}
+
+
+def _decode_marked(mark: str, content: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
+    if mark == "__tensor__":
+        return tensors[content]
+    if mark == "__float__":
+        return float(content)
+    if mark == "__tuple__":
+        return tuple(decode_value(v, tensors, f"{where}[{i}]") for i, v in enumerate(content))
+    pairs = [(decode_value(key, tensors, f"a key of {where}"), v) for key, v in content]
+    return {key: decode_value(v, tensors, f"{where}[{key!r}]") for key, v in pairs}
+
+
+def _malformed(where: str, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where} cannot be read", expected="values as a save writes them", found=found, phase="compare",
+        cure="load another step (fsdplite.list_checkpoints names them)",
+    )  # fmt: skip
 
 
 def digest(value: Any, tensors: dict[str, torch.Tensor]) -> str:
@@ -111,12 +126,17 @@ def scalar_json(tensor: torch.Tensor, where: str) -> dict[str, Any]:
     return {"dtype": dtype_name(flat.dtype, where), "shape": shape, "bits": bytes_of(flat).hex()}
 
 
-def scalar_tensor(entry: dict[str, Any]) -> torch.Tensor:
-    data = bytearray.fromhex(entry["bits"])
-    dtype = torch_dtype(entry["dtype"])
-    flat = torch.empty(len(data) // dtype.itemsize, dtype=dtype)
-    bytes_of(flat)[:] = data
-    return flat.reshape(entry["shape"])
+@torch.inference_mode(False)  # optimizers update theirs in place
+def scalar_tensor(entry: dict[str, Any], where: str) -> torch.Tensor:
+    """Back from :func:`scalar_json`. An ordinary tensor, also in inference mode."""
+    try:
+        data = bytearray.fromhex(entry["bits"])
+        dtype = torch_dtype(entry["dtype"])
+        flat = torch.empty(len(data) // dtype.itemsize, dtype=dtype)
+        bytes_of(flat)[:] = data
+        return flat.reshape(entry["shape"])
+    except (TypeError, ValueError, KeyError, RuntimeError):
+        raise _malformed(where, repr(entry)[:80]) from None
 
 
 # ---------------------------------------------------------------------- one rank's values as one block of bytes
@@ -135,10 +155,14 @@ def pack(value: Any, where: str) -> bytes:
     return b"".join([len(text).to_bytes(8, "little"), text, header, *(bytes_of(flats[spec.name]) for spec in specs)])
 
 
-def unpack(data: bytes, path: str) -> Any:
-    """The value that :func:`pack` was given."""
+@torch.inference_mode(False)
+def unpack(data: bytes, path: str, where: str) -> Any:
+    """The value that :func:`pack` was given. Ordinary tensors, also in inference mode."""
     count = int.from_bytes(data[:8], "little")
-    tree = json.loads(data[8 : 8 + count])
+    try:
+        tree = json.loads(data[8 : 8 + count])
+    except ValueError as problem:
+        raise _malformed(where, repr(problem)) from None
     rest = data[8 + count :]
     header_bytes = 8 + int.from_bytes(rest[:8], "little")
     header = parse_header(rest[:header_bytes], len(rest), path)
@@ -147,4 +171,4 @@ def unpack(data: bytes, path: str) -> Any:
         flat = torch.empty(spec.numel, dtype=torch_dtype(spec.dtype))
         bytes_of(flat)[:] = rest[header_bytes + spec.begin : header_bytes + spec.end]
         tensors[spec.name] = flat.reshape(spec.shape)
-    return decode_value(tree, tensors)
+    return decode_value(tree, tensors, where)

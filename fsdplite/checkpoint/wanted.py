@@ -145,3 +145,21 @@ def into_memory(tensor: Any) -> tuple[torch.Tensor, Callable[[], None]]:
             flat.copy_(copy.view(flat.shape))
 
     return copy, write_back
+
+
+def shares_memory_inside(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor are one in memory, as after ``expand``."""
+    extents = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1)
+    reached = 0
+    for stride, size in extents:
+        if stride <= reached:
+            break
+        reached += stride * (size - 1)
+    else:
+        return False
+    if tensor.numel() == 0 or extents[0][0] == 0:
+        return tensor.numel() > 0
+    places = torch.zeros(1, dtype=torch.int64)  # strides that interleave, which is rare: look at every element
+    for stride, size in extents:
+        places = (places[:, None] + torch.arange(size) * stride).reshape(-1)
+    return places.unique().numel() < places.numel()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import zlib
+
 import pytest
 import torch
 from torch import nn
@@ -36,6 +39,30 @@ def test_views_by_conj_are_stored_and_loaded_by_their_values(tmp_path):
             assert values["n"].tolist() == [-2, 4]
 
 
+class Strided(nn.Module):
+    """One-dimensional tensors whose elements are not side by side in memory."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(start, start + 8)[::2])
+        self.register_buffer("column", torch.arange(start, start + 8).view(4, 2)[:, 1])
+
+
+def test_elements_apart_in_memory_are_stored_and_loaded_by_their_values(tmp_path):
+    saved = Strided(0.0)
+    optimizer = torch.optim.SGD(saved.parameters(), lr=1.0)
+    optimizer.state[saved.weight]["momentum_buffer"] = saved.column
+    values = {"strided": saved.column, "expanded": torch.ones(1).expand(3)}
+    fsdp.save_checkpoint(tmp_path, saved, optimizer, step=1, extra=values, per_rank=values)
+    model = Strided(100.0)
+    resumed = torch.optim.SGD(model.parameters(), lr=1.0)
+    report = fsdp.load_checkpoint(tmp_path, model, resumed)
+    assert model.weight.tolist() == [0, 2, 4, 6]
+    assert model.column.tolist() == resumed.state[model.weight]["momentum_buffer"].tolist() == [1, 3, 5, 7]
+    for got in (report.extra, report.per_rank):
+        assert got["strided"].tolist() == [1, 3, 5, 7] and got["expanded"].tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize("through", ["checkpoint", "safetensors"])
 def test_a_load_between_forward_and_backward_is_noticed(tmp_path, through):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
@@ -48,3 +75,107 @@ def test_a_load_between_forward_and_backward_is_noticed(tmp_path, through):
         fsdp.load_safetensors(model, tmp_path / "folder")
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def trained() -> tuple[nn.Linear, torch.optim.Adam]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def edit(step: str, change) -> None:
+    """Change the manifest and make its checksum right again."""
+    path = f"{step}/manifest.json"
+    with open(path) as file:
+        body = json.load(file)
+    body.pop("crc32")
+    change(body)
+    rest = b'", ' + json.dumps(body).encode()[1:] + b"\n"
+    found = zlib.crc32(b'{"crc32": "' + b"0" * 8 + rest)
+    with open(path, "wb") as file:
+        file.write(b'{"crc32": "' + f"{found:08x}".encode() + rest)
+
+
+def test_settings_never_replace_the_members_of_a_group(tmp_path):
+    model, optimizer = trained()
+    fsdp.save_checkpoint(tmp_path, model, optimizer, step=1)
+    edit(
+        f"{tmp_path}/step-1",
+        lambda body: body["optimizer"]["groups"][0]["settings"].update(params=[], param_names=[], eps=0.5),
+    )
+    fsdp.load_checkpoint(tmp_path, model, optimizer)
+    (group,) = optimizer.param_groups
+    assert [id(p) for p in group["params"]] == [id(p) for p in model.parameters()]
+    assert "param_names" not in group and group["eps"] == 0.5
+
+
+def test_a_load_in_inference_mode_makes_ordinary_tensors(tmp_path):
+    model, optimizer = trained()
+    values = {"t": torch.ones(2)}
+    fsdp.save_checkpoint(tmp_path, model, optimizer, step=1, extra=values, per_rank=values)
+    other = nn.Linear(3, 2)
+    resumed = torch.optim.Adam(other.parameters(), lr=torch.tensor(0.0))
+    with torch.inference_mode():
+        report = fsdp.load_checkpoint(tmp_path, other, resumed)
+    made = [value for state in resumed.state.values() for value in state.values()]
+    assert len(made) == 6
+    assert not any(t.is_inference() for t in [*made, resumed.param_groups[0]["lr"]])
+    assert not report.extra["t"].is_inference() and not report.per_rank["t"].is_inference()
+    for one, its in ((model, optimizer), (other, resumed)):
+        one(torch.ones(1, 3)).sum().backward()
+        its.param_groups[0]["lr"].mul_(0.5)
+        its.step()
+        its.zero_grad()
+    assert [s["step"].item() for s in resumed.state.values()] == [2, 2]
+
+
+@pytest.mark.parametrize("where", ["extra", "per_rank", "settings", "scalar"])
+@pytest.mark.parametrize(
+    "bad", [{"__dict__": [[[1], 2]]}, {"__tensor__": "99"}, {"__tensor__": [1]}, {"__float__": "x"}, {"__tuple__": 3}]
+)
+def test_values_that_no_save_writes_are_refused_before_anything_changes(tmp_path, monkeypatch, where, bad):
+    model, optimizer = trained()
+    if where == "per_rank":
+        with monkeypatch.context() as patch:
+            patch.setattr("fsdplite.checkpoint.values.encode_value", lambda value, *_: value)
+            fsdp.save_checkpoint(tmp_path, model, optimizer, step=1, per_rank={"mine": bad})
+    else:
+        fsdp.save_checkpoint(tmp_path, model, optimizer, step=1, extra=1)
+    if where == "extra":
+        edit(f"{tmp_path}/step-1", lambda body: body.update(extra={"mine": bad}))
+    if where == "settings":
+        edit(f"{tmp_path}/step-1", lambda body: body["optimizer"]["groups"][0]["settings"].update(mine=bad))
+    if where == "scalar":
+        edit(f"{tmp_path}/step-1", lambda body: body["optimizer"]["scalars"]["bias"].update(mine={"value": bad}))
+    other = nn.Linear(3, 2)
+    before = [p.detach().clone() for p in other.parameters()]
+    resumed = torch.optim.Adam(other.parameters())
+    with pytest.raises(fsdp.CheckpointError, match="'?mine'?.* cannot be read"):
+        fsdp.load_checkpoint(tmp_path, other, resumed)
+    assert all(map(torch.equal, before, other.parameters())) and not resumed.state
+
+
+class Overlapping(nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), value))
+        self.register_buffer("expanded", torch.full((1,), value).expand(4))
+        self.register_buffer("windows", torch.full((6,), value).unfold(0, 4, 1))
+        self.register_buffer("strided", torch.full((4, 6), value).t()[::2, :2])
+        self.register_buffer("woven", torch.full((6,), value).as_strided((2, 2), (2, 3)))
+
+
+def test_elements_that_share_memory_are_refused_by_name_before_anything_changes(tmp_path):
+    fsdp.save_checkpoint(tmp_path, Overlapping(1.0), step=1)
+    model = Overlapping(2.0)
+    with pytest.raises(fsdp.CheckpointError) as caught:
+        fsdp.load_checkpoint(tmp_path, model)
+    assert "'expanded'" in str(caught.value) and "'windows'" in str(caught.value)
+    assert "'strided'" not in str(caught.value) and "'woven'" not in str(caught.value)
+    assert all((t == 2).all() for t in model.state_dict().values())
+    model.expanded, model.windows = model.expanded.clone(), model.windows.clone()
+    fsdp.load_checkpoint(tmp_path, model)
+    assert all((t == 1).all() for t in model.state_dict().values())
