@@ -113,7 +113,15 @@ def _find(fs: FileSystem, folder: str) -> tuple[str, list[str]]:
 def _renamed(rename: Rename, name: str) -> str | None:
     if rename is None:
         return name
-    return rename(name) if callable(rename) else rename.get(name, name)
+    new = rename(name) if callable(rename) else rename.get(name, name)
+    if new is not None and not isinstance(new, str):
+        raise ConfigError(
+            f"rename makes something else than a name of '{name}'",
+            expected="the name in the model, or None to leave the tensor out",
+            found=repr(new),
+            parameter=name,
+        )
+    return new
 
 
 def _load(reading: Reading, model: nn.Module, names: list[str], rename: Rename, strict: bool) -> LoadReport:

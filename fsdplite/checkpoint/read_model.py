@@ -82,7 +82,9 @@ class Reading:
                 )
         known = {name for entry in state.tensors for name in entry.names}
         used = set(stored.values())
-        for name, record in manifest.model_tensors().items():
+        # Only a checkpoint has names of its own: in a folder without a manifest any name would be the model's.
+        model_tensors = manifest.model_tensors() if manifest.files else manifest.tensors
+        for name, record in model_tensors.items():
             if name not in used and name not in known:
                 differences.unexpected[name] = describe(record)
         return stored
