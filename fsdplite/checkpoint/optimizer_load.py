@@ -10,7 +10,7 @@ import torch
 from ..parameter import engine_access
 from .manifest import Manifest
 from .model_state import ModelState, ModelTensor
-from .optimizer_state import decode_settings, member_of, state_name
+from .optimizer_state import check_optimizer, decode_settings, member_of, split_state_name, state_name
 from .tensor_bytes import dtype_name, torch_dtype
 from .values import decode_value, scalar_tensor
 from .wanted import Differences, Target, check_dtype, describe
@@ -42,6 +42,7 @@ class OptimizerLoad:
         allow_cast: bool,
         differences: Differences,
     ) -> None:
+        check_optimizer(optimizer)
         self.targets: list[Target] = []
         self._optimizer = optimizer
         self._settings: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -58,7 +59,7 @@ class OptimizerLoad:
         self._keys: dict[str, list[str]] = {}
         for name in manifest.tensors:
             if name.startswith("optimizer/"):
-                parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
+                parameter, key = split_state_name(name, manifest.tensors)
                 self._keys.setdefault(parameter, []).append(key)
         if not takes:
             return

@@ -6,18 +6,19 @@ parameter is. Everything else (step counters, settings) is small, the same on al
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..parameter import engine_access
 from .model_state import ModelState, ModelTensor
 from .tensor_bytes import dtype_name, flat_view
 from .values import decode_value, encode_value, scalar_json, scalar_tensor
 
-__all__ = ["OptimizerState", "collect", "decode_settings", "state_name"]
+__all__ = ["OptimizerState", "check_optimizer", "collect", "decode_settings", "split_state_name", "state_name"]
 
 # Scalars of torch's optimizers: beside a parameter of shape () nothing else tells them from a moment.
 _SCALARS = {"step", "mu_product", "eta", "mu"}
@@ -52,8 +53,33 @@ def state_name(parameter: str, key: str) -> str:
     return f"optimizer/{parameter}/{key}"
 
 
+def split_state_name(name: str, parameters: Container[str]) -> tuple[str, str]:
+    """The parameter and the key of :func:`state_name`. Both may have slashes: the longest known parameter it is."""
+    parts = name.removeprefix("optimizer/").split("/")
+    for count in range(len(parts) - 1, 0, -1):
+        parameter = "/".join(parts[:count])
+        if parameter in parameters:
+            return parameter, "/".join(parts[count:])
+    return "/".join(parts[:-1]), parts[-1]
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise unless it has what an optimizer has."""
+    if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
+        raise ConfigError(
+            "argument 'optimizer' is not an optimizer",
+            expected="an object with param_groups and state, or None",
+            found=f"a {type(optimizer).__name__}",
+            cure="one optimizer with several parameter groups can hold what several optimizers do"
+            if isinstance(optimizer, (list, tuple, dict))
+            else None,
+        )
+
+
 def collect(optimizer: Any, model: ModelState, left_out: set[str]) -> OptimizerState:
     """Read ``optimizer``: no step, no hook, nothing created."""
+    check_optimizer(optimizer)
+    known = {entry.name for entry in model.tensors}
     result = OptimizerState(type(optimizer).__name__)
     for number, group in enumerate(optimizer.param_groups):
         members = [member_of(model, p, number) for p in group["params"]]
@@ -73,6 +99,7 @@ def collect(optimizer: Any, model: ModelState, left_out: set[str]) -> OptimizerS
         for member in members:
             state = optimizer.state.get(member.tensor)
             if state and member.name not in left_out:
+                _check_keys(member.name, state, known)
                 _collect_state(result, member, state)
     return result
 
@@ -87,6 +114,18 @@ def member_of(model: ModelState, parameter: torch.Tensor, group: int) -> ModelTe
             cure="pass the model that the optimizer was built for",
         )
     return member
+
+
+def _check_keys(name: str, state: Iterable[Any], known: set[str]) -> None:
+    """Raise if a key of a parameter's state and its name together read as another parameter's."""
+    for key in state:
+        if isinstance(key, str) and split_state_name(state_name(name, key), known) != (name, key):
+            raise CheckpointError(
+                f"optimizer state '{key}' of '{name}' would have the name of another parameter's state",
+                found=state_name(name, key),
+                parameter=name,
+                cure="use keys without slashes",
+            )
 
 
 def _collect_state(result: OptimizerState, member: ModelTensor, state: dict[str, Any]) -> None:
