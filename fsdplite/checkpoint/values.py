@@ -1,7 +1,8 @@
 """Plain values and tensors as JSON: ``extra``, ``per_rank``, and the settings of parameter groups.
 
 Tuples, dictionaries with keys other than text, numbers that JSON lacks, and tensors come back as what they were.
-Anything else is refused, by the name of its key: nothing in a checkpoint may need code to be read.
+Subclasses of those (an OrderedDict, a Counter, a named tuple, an IntEnum) come back as what they are made of: a
+dictionary, a tuple, a number. Anything else is refused, by the name of its key: nothing in a checkpoint may need code to be read.
 """
 
 from __future__ import annotations
@@ -26,15 +27,14 @@ _MARKS = ("__tuple__", "__dict__", "__float__", "__tensor__")
 def encode_value(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     """``value`` as JSON. Tensors in it are put into ``tensors`` under new names, which stand in the JSON instead."""
     if isinstance(value, torch.Tensor):
-        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_sparse:
-            raise _refused(value, where)
+        _check_tensor(value, where)
         name = str(len(tensors))
         tensors[name] = value
         return {"__tensor__": name}
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
-        return int(value)
+        return _checked_int(int(value), where)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"__float__": repr(float(value))}
     if isinstance(value, tuple):
@@ -49,14 +49,30 @@ def encode_value(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> An
             for key, v in value.items()
         ]
         return {"__dict__": pairs}
-    raise _refused(value, where)
+    raise _refused(type(value).__name__, where)
 
 
-def _refused(value: Any, where: str) -> CheckpointError:
+def _check_tensor(tensor: torch.Tensor, where: str) -> None:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise _refused(type(tensor).__name__, where)
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
+        raise _refused(f"a {'meta' if tensor.is_meta else 'nested' if tensor.is_nested else tensor.layout} tensor", where)
+    dtype_name(tensor.dtype, where)
+
+
+def _checked_int(value: int, where: str) -> int:
+    try:
+        str(value)  # Python limits how many digits become text, and text numbers
+    except ValueError:
+        raise _refused(f"an int of {value.bit_length()} bits", where) from None
+    return value
+
+
+def _refused(found: str, where: str) -> CheckpointError:
     return CheckpointError(
         f"{where} cannot be stored",
         expected="JSON values (None, bool, int, float, str, list, tuple, dict) and plain tensors",
-        found=type(value).__name__,
+        found=found,
         cure="store what it is made of: its state_dict(), numbers, or a list; a checkpoint holds no code",
     )
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import enum
 import json
+import struct
 import zlib
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from torch import nn
 
 import fsdplite as fsdp
+from fsdplite.errors import ConfigError
 
 
 class Lazy(nn.Module):
@@ -179,3 +183,97 @@ def test_elements_that_share_memory_are_refused_by_name_before_anything_changes(
     model.expanded, model.windows = model.expanded.clone(), model.windows.clone()
     fsdp.load_checkpoint(tmp_path, model)
     assert all((t == 1).all() for t in model.state_dict().values())
+
+
+@pytest.mark.parametrize("argument", ["extra", "per_rank"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda: torch.eye(2).to_sparse(),
+        lambda: torch.eye(2).to_sparse_csr(),
+        lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+        lambda: torch.ones(1, device="meta"),
+        lambda: torch.tensor(1j, dtype=torch.complex128),
+        lambda: 10**5000,
+        lambda: b"text",
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
+def test_what_cannot_be_stored_is_refused_by_its_key(tmp_path, argument, bad):
+    with pytest.raises(fsdp.CheckpointError, match=rf"{argument}\['a'\]\[1\]"):
+        fsdp.save_checkpoint(tmp_path, nn.Linear(1, 1), step=1, **{argument: {"a": [0, bad()]}})
+    assert fsdp.latest_step(tmp_path) is None
+
+
+def test_subclasses_come_back_as_what_they_are_made_of(tmp_path):
+    class Level(enum.IntEnum):
+        HIGH = 3
+
+    pair = collections.namedtuple("pair", "left right")
+    values = [collections.OrderedDict(b=1, a=2), collections.Counter([5]), pair(1, 2), Level.HIGH]
+    model = nn.Linear(1, 1)
+    fsdp.save_checkpoint(tmp_path, model, step=1, extra=values)
+    loaded = fsdp.load_checkpoint(tmp_path, model).extra
+    assert loaded == [{"b": 1, "a": 2}, {5: 1}, (1, 2), 3]
+    assert [type(value) for value in loaded] == [dict, dict, tuple, int]
+
+
+def test_keys_of_optimizer_states_may_have_slashes(tmp_path):
+    model, optimizer = trained()
+    for number, state in enumerate(optimizer.state.values()):
+        state["a/b"] = torch.full_like(state["exp_avg"], number + 1)
+    fsdp.save_checkpoint(tmp_path, model, optimizer, step=1)
+    resumed = torch.optim.Adam(model.parameters())
+    fsdp.load_checkpoint(tmp_path, model, resumed)
+    assert [s["a/b"].unique().item() for s in resumed.state.values()] == [1, 2]
+
+
+def test_states_whose_names_would_be_one_are_refused(tmp_path):
+    model = nn.ParameterDict({"p": nn.Parameter(torch.ones(2)), "p/q": nn.Parameter(torch.ones(2))})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.state[model["p"]]["q/r"] = torch.ones(2)
+    optimizer.state[model["p/q"]]["r"] = torch.zeros(2)
+    with pytest.raises(fsdp.CheckpointError, match="'q/r' of 'p'"):
+        fsdp.save_checkpoint(tmp_path, model, optimizer, step=1)
+
+
+@pytest.mark.parametrize("wrong", [list, dict, object])
+def test_what_is_no_optimizer_is_refused(tmp_path, wrong):
+    model = nn.Linear(1, 1)
+    fsdp.save_checkpoint(tmp_path, model, step=1)
+    for call in (lambda: fsdp.save_checkpoint(tmp_path, model, wrong(), step=2),
+                 lambda: fsdp.load_checkpoint(tmp_path, model, wrong())):  # fmt: skip
+        with pytest.raises(ConfigError, match="'optimizer' is not an optimizer"):
+            call()
+
+
+def test_names_of_a_folder_are_all_the_models(tmp_path):
+    model = nn.Linear(3, 2)
+    names = ["extra/x", "optimizer/y", "per_rank/0"]
+    tensors = {**model.state_dict(), **{name: torch.ones(1) for name in names}}
+    write_safetensors(tensors, f"{tmp_path}/model.safetensors")
+    with pytest.raises(fsdp.CheckpointError) as caught:
+        fsdp.load_safetensors(model, tmp_path)
+    assert all(f"unexpected: '{name}'" in str(caught.value) for name in names)
+    assert sorted(fsdp.load_safetensors(model, tmp_path, strict=False).unexpected) == sorted(names)
+
+
+def test_rename_must_make_names(tmp_path):
+    model = nn.Linear(3, 2)
+    write_safetensors(model.state_dict(), f"{tmp_path}/model.safetensors")
+    for rename in ({"bias": 5}, lambda name: 5 if name == "bias" else name):
+        with pytest.raises(ConfigError, match="something else than a name of 'bias'"):
+            fsdp.load_safetensors(model, tmp_path, rename=rename)
+
+
+def write_safetensors(tensors: dict[str, torch.Tensor], path: str) -> None:
+    """The format by hand, for fp32."""
+    header, data = {}, b""
+    for name, tensor in tensors.items():
+        piece = struct.pack(f"<{tensor.numel()}f", *tensor.flatten().tolist())
+        offsets = [len(data), len(data) + len(piece)]
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": offsets}
+        data += piece
+    text = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text + data)
