@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 from typing import Any, Callable
 
 import torch
 
+from ..errors import CheckpointError
 from .agree import Agreement
 from .dtypes import ITEMSIZE
 from .tensor_bytes import torch_dtype
@@ -30,22 +32,50 @@ class SaveHandle:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._is_told = False
+        self._is_over = False
+        self._process = os.getpid()
 
     @property
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether it is over, well or not.
+
+        Raises:
+            CheckpointError: In a forked process, of a save that was in flight.
+        """
+        self._refuse_elsewhere("done")
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when the checkpoint is durable; raise what went wrong, on every rank the same."""
+        """Return when the checkpoint is durable; raise what went wrong, on every rank the same.
+
+        Raises:
+            CheckpointError: What went wrong; or in a forked process, of a save that was in flight.
+        """
+        self._refuse_elsewhere("wait")
         if self._thread is not None:
             self._thread.join()
         self._is_told = True
         if self._error is not None:
             raise self._error
 
+    @property
+    def _is_elsewhere(self) -> bool:
+        """A fork has no copy of the thread, and cannot know what becomes of it."""
+        return self._thread is not None and not self._is_over and self._process != os.getpid()
+
+    def _refuse_elsewhere(self, what: str) -> None:
+        if self._is_elsewhere:
+            raise CheckpointError(
+                f"SaveHandle.{what} in a forked process: the save runs in the process that started it",
+                expected=f"process {self._process}",
+                found=f"process {os.getpid()}",
+                path=self.path,
+                cure="ask there, or look for the step with fsdplite.list_checkpoints(root)",
+            )
+
     def __repr__(self) -> str:
-        return f"SaveHandle({self.path!r}, {'done' if self.done else 'in flight'})"
+        state = "in another process" if self._is_elsewhere else "done" if self.done else "in flight"
+        return f"SaveHandle({self.path!r}, {state})"
 
 
 _last: SaveHandle | None = None
@@ -62,6 +92,8 @@ def start(path: str, agreement: Agreement, run: Callable[[], None]) -> SaveHandl
                 run()
         except BaseException as problem:
             handle._error = problem
+        finally:
+            handle._is_over = True
 
     handle._thread = threading.Thread(target=body, name="fsdplite-checkpoint", daemon=False)
     _last = handle
@@ -72,7 +104,7 @@ def start(path: str, agreement: Agreement, run: Callable[[], None]) -> SaveHandl
 def drain() -> None:
     """Wait for the save in flight. Raise its error, or that of an earlier one, if nobody has been told yet."""
     handle = _last
-    if handle is not None and not handle._is_told:
+    if handle is not None and not handle._is_told and not handle._is_elsewhere:
         handle.wait()
 
 
