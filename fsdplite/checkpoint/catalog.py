@@ -59,11 +59,27 @@ class CheckpointInfo:
     total_bytes: int
 
 
+# What errors say of a name that is no part of a checkpoint. Others (EIO, EACCES) may hide a step that is there, and
+# an older one is not quietly taken in its place.
+_STRANGE = (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EFBIG, errno.ENXIO, errno.EINVAL)
+
+
 def root_path(root: Any) -> str:
-    """``root`` as an absolute path, or as the URL it is."""
+    """``root`` as an absolute path, or as the URL it is.
+
+    Raises:
+        ConfigError: It is not a path, or empty.
+        CheckpointError: No file can have such a name.
+    """
+    if not isinstance(root, (str, bytes, os.PathLike)):
+        raise ConfigError("a root of checkpoints is a path", found=repr(root), cure="give a directory, or a URL")
     path = os.fspath(root)
     if isinstance(path, bytes):
         path = os.fsdecode(path)
+    if not path:
+        raise ConfigError("a root of checkpoints is a path, and this is empty", found=repr(root), cure="give '.'")
+    if "\0" in path:
+        raise CheckpointError("no path has a zero character in it", found=repr(path), phase="find")
     if is_url(path):
         return path.rstrip("/")
     return os.path.abspath(path)
@@ -75,12 +91,14 @@ def list_checkpoints(root: Any) -> list[CheckpointInfo]:
     The directory of one step stands for itself; a root that is empty, or not there yet, has none.
 
     Raises:
-        CheckpointError: ``root`` is a file.
+        CheckpointError: ``root`` is a file, or it or a step in it cannot be read.
     """
     place = root_path(root)
     fs = file_system(place)
     try:
         found = published(fs, place)
+        if not found and (itself := published_itself(fs, place)) is not None:
+            found = [(place, itself)]
     except NotADirectoryError:
         raise CheckpointError(
             "a root of checkpoints is a directory, and this is a file",
@@ -88,8 +106,13 @@ def list_checkpoints(root: Any) -> list[CheckpointInfo]:
             path=place,
             cure="give the root that save_checkpoint was given",
         ) from None
-    if not found and (itself := published_itself(fs, place)) is not None:
-        found = [(place, itself)]
+    except OSError as problem:
+        raise CheckpointError(
+            f"the checkpoints here cannot be listed: {problem.strerror or problem}",
+            phase="find",
+            path=str(problem.filename or place),
+            errno=problem.errno,
+        ) from None
     return [CheckpointInfo(manifest.step, path, manifest.world_size, manifest.total_bytes) for path, manifest in found]
 
 
@@ -107,6 +130,12 @@ def load_manifest(fs: FileSystem, path: str) -> Manifest:
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             "there is no manifest here: not a published checkpoint", phase="read", path=name
+        ) from None
+    except OSError as problem:
+        if problem.errno not in _STRANGE:
+            raise
+        raise CheckpointError(
+            f"this is not a manifest: {problem.strerror}", phase="read", path=name, errno=problem.errno
         ) from None
     return decode(raw, name)
 
@@ -158,6 +187,10 @@ def defect(fs: FileSystem, path: str, manifest: Manifest) -> str | None:
             size = fs.size(os.path.join(path, record.name))
         except FileNotFoundError:
             return f"{record.name} is missing"
+        except OSError as problem:
+            if problem.errno not in _STRANGE:
+                raise
+            return f"{record.name}: {problem.strerror}"
         if size != record.size_bytes:
             return f"{record.name} has {size} bytes, the manifest lists {record.size_bytes}"
     return None
@@ -174,7 +207,10 @@ def staging_directory(fs: FileSystem, root: str, step: int, run_id: str) -> str:
 
 
 def refuse_replacing(fs: FileSystem, root: str, step: int) -> None:
-    """A published step at a URL cannot be exchanged for another in one operation; and no step goes into a step."""
+    """Raise if there is something in the step's place that a save cannot replace, before anything is written.
+
+    A published step at a URL cannot be exchanged for another in one operation; and no step goes into a step.
+    """
     if (itself := published_itself(fs, root)) is not None:
         raise ConfigError(
             f"the root is itself the directory of a checkpoint, of step {itself.step}",
@@ -186,6 +222,15 @@ def refuse_replacing(fs: FileSystem, root: str, step: int) -> None:
             f"step {step} is published already, and at a URL it cannot be replaced without endangering it",
             found=os.path.join(root, step_directory(step)),
             cure="save under another step, or remove that one first",
+        )
+    final = os.path.join(root, step_directory(step))
+    if not fs.is_remote and _exists(fs, final) and not fs.is_directory(final):
+        kind = "a symbolic link" if fs.is_link(final) else "a file"
+        raise CheckpointError(
+            f"{step_directory(step)} is {kind} here, which a save does not replace",
+            phase="prepare",
+            path=final,
+            cure="save under another step, or move it elsewhere",
         )
 
 
@@ -246,6 +291,8 @@ def _clean_remote(fs: FileSystem, path: str) -> None:
 
 
 def _exists(fs: FileSystem, path: str) -> bool:
+    if fs.is_link(path):
+        return True  # whatever it points to
     try:
         fs.size(path)
     except FileNotFoundError:

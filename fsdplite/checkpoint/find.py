@@ -5,6 +5,7 @@ A path is a root, which stands for its latest published step, or the directory o
 
 from __future__ import annotations
 
+import errno
 import os
 
 from ..errors import CheckpointError, ConfigError, did_you_mean
@@ -74,6 +75,10 @@ def _why_unpublished(fs: FileSystem, folder: str) -> str | None:
         return None
     except NotADirectoryError:
         return "is a file"
+    except OSError as problem:
+        if problem.errno != errno.ELOOP:
+            raise
+        return "is a loop of symbolic links"
     if MANIFEST not in names:
         return "is there, without a manifest: a save that was not finished" if names else "is there, and empty"
     try:

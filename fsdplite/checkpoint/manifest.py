@@ -18,6 +18,7 @@ from .dtypes import ITEMSIZE
 
 __all__ = [
     "FORMAT",
+    "LARGEST_STEP",
     "FileRecord",
     "MANIFEST",
     "Manifest",
@@ -33,6 +34,7 @@ __all__ = [
 
 FORMAT = "fsdplite-checkpoint"
 VERSION = 1
+LARGEST_STEP = 2**63 - 1  # of every count in a manifest
 MANIFEST = "manifest.json"
 KINDS = ("sharded", "replicated", "per_rank")
 _PREFIX = b'{"crc32": "'
@@ -267,7 +269,7 @@ def _check_types(body: dict[str, Any]) -> None:
             raise ValueError(f"{what}: found {repr(found)[:80]}")
 
     def is_count(value: Any) -> bool:
-        return type(value) is int and 0 <= value < 2**63
+        return type(value) is int and 0 <= value <= LARGEST_STEP
 
     def is_texts(value: Any) -> bool:
         return type(value) is list and all(type(text) is str for text in value)

@@ -17,7 +17,7 @@ from .agree import Agreement
 from .background import SaveHandle, Staging
 from .dtypes import ITEMSIZE
 from .failure import SharedFailure, failure_of
-from .manifest import MANIFEST, FileRecord, Manifest, encode, rank_file, step_directory
+from .manifest import LARGEST_STEP, MANIFEST, FileRecord, Manifest, decode, encode, rank_file, step_directory
 from .remote import file_system
 from .snapshot import Snapshot
 from .storage import FileSystem, write_exactly
@@ -51,7 +51,7 @@ def save_checkpoint(
         root: A directory on a file system that all ranks share. Created if it is not there.
         model: Wrapped, containing wrapped modules, or plain.
         optimizer: Its state and parameter groups are stored by the names of the parameters.
-        step: A number of at least 0.
+        step: A number of at least 0, below 2**63.
         extra: JSON values and tensors, the same on all ranks (scheduler, counters).
         per_rank: JSON values and tensors of this rank (random states, data position).
         keep: Remove older published steps beyond so many, after this one is published.
@@ -201,11 +201,15 @@ class _Save:
     def _publish(self, staging: str, manifest: Manifest) -> str | None:
         """The commit: a rename, or where there is none the manifest. Returns where a replaced version is now."""
         agreement = self._agreement
+        agreement.phase = "write the manifest"
+        agreement.path = os.path.join(staging, MANIFEST)
+        data = encode(manifest)
+        decode(data, agreement.path)  # a reader's checks: what none would accept is not published
         if self._fs.is_remote:
             agreement.commit()
-            self._write_manifest(staging, manifest)
+            self._write_manifest(staging, data)
             return None
-        self._write_manifest(staging, manifest)
+        self._write_manifest(staging, data)
         agreement.phase, agreement.path = "publish", self.path
         agreement.commit()
         return catalog.publish(self._fs, self._root, staging, self._step, manifest.run_id)
@@ -292,13 +296,10 @@ class _Save:
             records.append(FileRecord(name, file.size_bytes, file.header_bytes, file.header_crc32))
         return records
 
-    def _write_manifest(self, staging: str, manifest: Manifest) -> None:
+    def _write_manifest(self, staging: str, data: bytes) -> None:
         fs, agreement = self._fs, self._agreement
-        agreement.phase = "write the manifest"
-        agreement.path = os.path.join(staging, MANIFEST)
-        data = encode(manifest)
         agreement.poll(now=True)
-        file = fs.create(agreement.path)
+        file = fs.create(os.path.join(staging, MANIFEST))
         try:
             write_exactly(fs, file, 0, memoryview(data))
             fs.flush(file)
@@ -337,7 +338,7 @@ class _Save:
 
 def _check_options(options: dict[str, Any]) -> None:
     step, keep = options["step"], options["keep"]
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise ConfigError("step must be a whole number of at least 0", found=repr(step))
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= LARGEST_STEP:
+        raise ConfigError(f"step must be a whole number from 0 to {LARGEST_STEP}", found=repr(step))
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise ConfigError("keep must be a whole number of at least 1, or None to keep all", found=repr(keep))

@@ -136,6 +136,7 @@ def _named(path: str) -> Iterator[None]:
 
 
 _EARLY_BYTES = 2**20
+_LARGEST_BYTES = 2**30  # read whole: a thousand ranks times a thousand tensors take some tens of MiB
 _SYNC_FILE_RANGE_WRITE = 2
 
 
@@ -218,8 +219,11 @@ def read_exactly(fs: FileSystem, file: File, offset: int, into: memoryview) -> N
 
 
 def read_all(fs: FileSystem, path: str) -> bytes:
-    """A whole small file."""
-    buffer = bytearray(fs.size(path))
+    """A whole small file. ``OSError`` with EFBIG where it is larger than a manifest or an index ever is."""
+    size_bytes = fs.size(path)
+    if size_bytes > _LARGEST_BYTES:
+        raise OSError(errno.EFBIG, f"a file of {size_bytes} bytes, which is not read whole", path)
+    buffer = bytearray(size_bytes)
     file = fs.open(path)
     try:
         read_exactly(fs, file, 0, memoryview(buffer))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
 
 import pytest
 
 import fsdplite as fsdp
-from tests.harness import Vec
+from fsdplite.checkpoint import background, storage
+from fsdplite.checkpoint import save as saving
+from fsdplite.errors import CheckpointError, ConfigError
+from tests.harness import Vec, expect_loud
+
+from .faults import Fault, FaultyFileSystem
 
 LEFTOVER = ".step-7.0123456789abcdef.saving"
 
@@ -60,3 +66,126 @@ def test_what_looks_like_a_leftover(tmp_path):
             save(root, 4)
         assert sorted(os.listdir(root)) == [LEFTOVER, "step-3", "step-4"] and loaded(root) == (4, {4.0})
     assert os.listdir(elsewhere) == ["mine"]
+
+
+@pytest.mark.parametrize("step", [2**63, 10**30, -1, True, 1.0, "1"])
+def test_a_step_that_no_reader_accepts_is_refused(tmp_path, step):
+    root = tmp_path / "root"
+    model = Vec(4, 1.0)
+    expect_loud(lambda: fsdp.save_checkpoint(root, model, step=step, keep=1), "step", repr(step))
+    assert not root.exists()
+
+
+def test_the_largest_step(tmp_path):
+    save(tmp_path, 2**63 - 1, 1.0)
+    assert loaded(tmp_path) == (2**63 - 1, {1.0})
+
+
+def test_a_manifest_that_no_reader_accepts_is_not_published(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    monkeypatch.setattr(saving.time, "time", lambda: 2.0**40)  # some thirty thousand years from now
+    expect_loud(lambda: save(tmp_path, 2, keep=1), "manifest", "created")
+    assert os.listdir(tmp_path) == ["step-1"]
+
+
+def make_manifest_folder(step):
+    (step / "manifest.json").mkdir(parents=True)
+
+
+def make_manifest_huge(step):
+    step.mkdir()
+    with open(step / "manifest.json", "w") as file:
+        file.truncate(2**42)
+
+
+def make_manifest_pipe(step):
+    step.mkdir()
+    os.mkfifo(step / "manifest.json")
+
+
+def make_manifest_loop(step):
+    step.mkdir()
+    (step / "manifest.json").symlink_to("manifest.json")
+
+
+def make_loop(step):
+    step.symlink_to(step.name)
+
+
+def make_device(step):
+    step.symlink_to("/dev/zero")
+
+
+def make_file(step):
+    step.write_text("mine")
+
+
+def make_dangling(step):
+    step.symlink_to("nowhere")
+
+
+FOLDERS = [make_manifest_folder, make_manifest_huge, make_manifest_pipe, make_manifest_loop]
+OTHERS = [make_loop, make_device, make_file, make_dangling]
+
+
+@pytest.mark.parametrize("make", FOLDERS + OTHERS)
+def test_a_stranger_does_not_hide_the_steps(tmp_path, make):
+    save(tmp_path, 3)
+    try:
+        make(tmp_path / "step-7")
+    except OSError as problem:
+        pytest.skip(f"not on this file system: {problem}")
+    assert fsdp.latest_step(tmp_path) == 3 and loaded(tmp_path) == (3, {3.0})
+    expect_loud(lambda: fsdp.load_checkpoint(tmp_path, Vec(4, 0.0), step=7), "step 7", "not published")
+    save(tmp_path, 4, keep=2)
+    assert [c.step for c in fsdp.list_checkpoints(tmp_path)] == [3, 4]
+    if make in OTHERS:
+        with storage.using(FaultyFileSystem()) as fs:
+            text = expect_loud(lambda: save(tmp_path, 7), "step-7 is a")
+        assert str(tmp_path / "step-7") in text and fs.bytes_written == 0
+        assert fsdp.latest_step(tmp_path) == 4 and sorted(os.listdir(tmp_path)) == ["step-3", "step-4", "step-7"]
+    else:
+        save(tmp_path, 7)
+        assert loaded(tmp_path) == (7, {7.0}) and sorted(os.listdir(tmp_path)) == ["step-3", "step-4", "step-7"]
+
+
+def test_a_step_that_cannot_be_read_is_not_passed_over(tmp_path):
+    """Then a run would go on from an older one."""
+    for step in (3, 7):
+        save(tmp_path, step)
+    fault = Fault("fail", 1, errno.EIO)
+    with storage.using(FaultyFileSystem(fault, only=lambda name, path: name == "open" and "step-7" in path)):
+        text = expect_loud(lambda: fsdp.latest_step(tmp_path), "step-7")
+    assert "errno" in text
+
+
+def test_roots_that_cannot_be(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    calls = (fsdp.latest_step, fsdp.list_checkpoints, lambda root: loaded(root), lambda root: save(root, 1))
+    for call in calls:
+        for root, kind in ((None, ConfigError), (3, ConfigError), ("", ConfigError), ("a\0b", CheckpointError)):
+            with pytest.raises(kind, match="path"):
+                call(root)
+        for root in (tmp_path / "loop", tmp_path / ("x" * 300)):
+            with pytest.raises(CheckpointError, match=root.name):
+                call(root)
+    assert os.listdir(tmp_path) == ["loop"]
+
+
+def test_a_fork_does_not_answer_for_a_save(tmp_path):
+    with storage.using(FaultyFileSystem(Fault("slow", 1, 1.0), only=lambda name, path: name == "create")):
+        handle = save(tmp_path, 1, background=True)
+        child = os.fork()
+        if child == 0:
+            try:
+                expect_loud(handle.wait, "forked")
+                expect_loud(lambda: handle.done, "forked")
+                assert "another process" in repr(handle)
+                background.drain()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        handle.wait()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert handle.done and loaded(tmp_path) == (1, {1.0})
