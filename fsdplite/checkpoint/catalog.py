@@ -279,7 +279,10 @@ def _clean_working(fs: FileSystem, path: str, final: str, purpose: str) -> None:
         raise OSError(errno.ELOOP, "a symbolic link: what it points to is not the root's", path)
     if purpose == "replaced" and not _exists(fs, final):
         fs.rename(path, final)
-    else:
+        return
+    with fs.held(path) as is_free:
+        if not is_free:
+            raise OSError(errno.EBUSY, "another save is writing it; a root belongs to one job at a time", path)
         remove_tree(fs, path)
 
 
@@ -348,6 +351,13 @@ def publish(fs: FileSystem, root: str, staging: str, step: int, run_id: str) -> 
     fs.rename(final, aside)  # readers accept this name while the final one is absent
     fs.rename(staging, final)
     return aside
+
+
+def withdraw(fs: FileSystem, root: str, step: int, run_id: str, replaced: str | None) -> None:
+    """Take back what was published a moment ago and is not whole; the version that it replaced returns."""
+    retire(fs, root, os.path.join(root, step_directory(step)), step, run_id)
+    if replaced is not None:
+        fs.rename(replaced, os.path.join(root, step_directory(step)))
 
 
 def retain(fs: FileSystem, root: str, keep: int, saved: int, run_id: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
@@ -184,8 +185,13 @@ class _Save:
             warn_user(f"save_checkpoint could not remove what an earlier save has left: {kept}")
         catalog.refuse_replacing(fs, self._root, self._step)
         fs.make_directory(staging)
+        with contextlib.nullcontext() if fs.is_remote else fs.held(staging):  # other jobs' cleaning leaves it alone
+            self._lead_writing(staging, manifest, "start" if differ else "go")
+
+    def _lead_writing(self, staging: str, manifest: Manifest, go: str) -> None:
+        agreement = self._agreement
         try:
-            agreement.tell("start" if differ else "go", {"differ": False, "staging": staging})
+            agreement.tell(go, {"differ": False, "staging": staging})
             written = self._write(staging)
             agreement.phase = "wait for the others' files"
             files = agreement.collect("wrote", vars(written))
@@ -195,7 +201,7 @@ class _Save:
             failure = agreement.fail(problem)  # first, or the others would stumble over what is gone
             self._discard(staging)
             raise failure from failure.__cause__
-        self._finish(run_id, replaced)
+        self._finish(manifest, replaced)
         agreement.tell("outcome", {"error": None})
 
     def _publish(self, staging: str, manifest: Manifest) -> str | None:
@@ -211,6 +217,7 @@ class _Save:
             return None
         self._write_manifest(staging, data)
         agreement.phase, agreement.path = "publish", self.path
+        self._check_whole(staging, manifest)
         agreement.commit()
         return catalog.publish(self._fs, self._root, staging, self._step, manifest.run_id)
 
@@ -307,6 +314,22 @@ class _Save:
             fs.close(file)
         fs.flush_directory(staging)
 
+    def _check_whole(self, path: str, manifest: Manifest) -> None:
+        """Nobody has taken away what was written."""
+        try:
+            self._fs.size(os.path.join(path, MANIFEST))
+            problem = catalog.defect(self._fs, path, manifest)
+        except FileNotFoundError:
+            problem = f"{MANIFEST} is missing"
+        if problem is not None:
+            raise CheckpointError(
+                f"step {self._step} is not saved: what was written for it is gone",
+                found=problem,
+                phase="publish",
+                path=path,
+                cure="a root belongs to one job at a time: give each its own",
+            )
+
     def _discard(self, staging: str) -> None:
         """Best effort: what stays is removed by the next save."""
         try:
@@ -314,17 +337,23 @@ class _Save:
         except OSError:
             pass
 
-    def _finish(self, run_id: str, replaced: str | None) -> None:
+    def _finish(self, manifest: Manifest, replaced: str | None) -> None:
         """After the commit: make the name durable, remove what is not needed. A failure says what has been reached."""
         fs, agreement = self._fs, self._agreement
         try:
+            if not fs.is_remote:
+                try:
+                    self._check_whole(self.path, manifest)
+                except CheckpointError:
+                    catalog.withdraw(fs, self._root, self._step, manifest.run_id, replaced)
+                    raise
             agreement.phase = "flush the root"
             fs.flush_directory(self._root)
             agreement.phase = "remove old checkpoints"
             if replaced is not None:
                 catalog.remove_tree(fs, replaced)
             if self._keep is not None:
-                catalog.retain(fs, self._root, self._keep, self._step, run_id)
+                catalog.retain(fs, self._root, self._keep, self._step, manifest.run_id)
         except OSError as problem:
             raise CheckpointError(
                 f"step {self._step} is published, and rank {self._world.rank} then failed to {agreement.phase}: "

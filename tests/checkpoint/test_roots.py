@@ -189,3 +189,47 @@ def test_a_fork_does_not_answer_for_a_save(tmp_path):
         handle.wait()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert handle.done and loaded(tmp_path) == (1, {1.0})
+
+
+class Meddler(FaultyFileSystem):
+    """At the rename that publishes, once, something else happens first."""
+
+    def __init__(self, before) -> None:
+        super().__init__()
+        self._before = before
+
+    def rename(self, old, new):
+        if self._before is not None and old.endswith(".saving"):
+            before, self._before = self._before, None
+            before(old)
+        super().rename(old, new)
+
+
+def test_another_job_leaves_a_save_in_flight_alone(tmp_path):
+    save(tmp_path, 1)
+    seen = []
+
+    def other_job(staging):
+        child = os.fork()
+        if child == 0:
+            try:
+                with storage.using(storage.FileSystem()), warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    save(tmp_path, 11)
+                os._exit(0 if "another save is writing it" in str(caught[0].message) else 2)
+            finally:
+                os._exit(1)
+        seen.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    with storage.using(Meddler(other_job)):
+        save(tmp_path, 10)
+    assert seen == [0] and [c.step for c in fsdp.list_checkpoints(tmp_path)] == [1, 10, 11]
+
+
+@pytest.mark.parametrize("gone", ["manifest.json", "rank-0-of-1.safetensors"])
+@pytest.mark.parametrize("step", [1, 2])
+def test_what_was_taken_away_is_not_saved(tmp_path, gone, step):
+    save(tmp_path, 1, 1.0)
+    with storage.using(Meddler(lambda staging: os.unlink(os.path.join(staging, gone)))):
+        expect_loud(lambda: save(tmp_path, step, 5.0, keep=1), f"step {step} is not saved", gone, "one job at a time")
+    assert os.listdir(tmp_path) == ["step-1"] and loaded(tmp_path) == (1, {1.0})
