@@ -189,7 +189,7 @@ class _Load:
             size = dist.get_world_size()
         else:
             size = self._world.size
-        saved = [int(n.removeprefix("per_rank/")) for n, t in manifest.tensors.items() if t.kind == "per_rank"]
+        saved = [_rank_of(name, self._path) for name, t in manifest.tensors.items() if t.kind == "per_rank"]
         left = [rank for rank in saved if rank >= size]
         if index == 0 and left:
             warn_user(
@@ -206,3 +206,12 @@ class _Load:
         data = torch.empty(record.numel, dtype=torch.uint8)
         targets.append(Target(f"per_rank/{index}", 0, record.numel, data))
         return data
+
+
+def _rank_of(name: str, path: str) -> int:
+    number = name.removeprefix("per_rank/")
+    if not (number.isascii() and number.isdecimal() and len(number) < 10):
+        raise CheckpointError(
+            f"'{name}' is of no rank", expected="per_rank/<rank>", parameter=name, phase="compare", path=path
+        )
+    return int(number)

@@ -195,8 +195,8 @@ def test_values_round_trip():
         "rng": torch.arange(5, dtype=torch.uint8), "scalar": torch.tensor(2.5).bfloat16(), "empty": torch.empty(0, 3),
     }  # fmt: skip
     tensors: dict = {}
-    back = decode_value(json.loads(json.dumps(encode_value(value, "extra", tensors), allow_nan=False)), tensors)
-    for found in (back, unpack(pack(value, "per_rank"), "p")):
+    tree = json.loads(json.dumps(encode_value(value, "extra", tensors), allow_nan=False))
+    for found in (decode_value(tree, tensors, "extra"), unpack(pack(value, "per_rank"), "p", "per_rank")):
         assert list(found) == list(value)
         for key in ("lr", "betas", "names", 3, "inf"):
             assert found[key] == value[key] and type(found[key]) is type(value[key])

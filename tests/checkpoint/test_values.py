@@ -277,3 +277,33 @@ def write_safetensors(tensors: dict[str, torch.Tensor], path: str) -> None:
     text = json.dumps(header).encode()
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text + data)
+
+
+class ReadOnly(dict):
+    def __setitem__(self, key, value) -> None:
+        raise OSError("no state for you")
+
+
+def test_a_failure_after_the_first_write_leaves_a_model_that_refuses_its_forward(tmp_path):
+    model, optimizer = trained()
+    fsdp.save_checkpoint(tmp_path, model, optimizer, step=1)
+    wrapped = fsdp.fsdp_wrap(nn.Linear(3, 2))
+    resumed = torch.optim.Adam(wrapped.parameters())
+    resumed.state = ReadOnly()
+    with pytest.raises(fsdp.CheckpointError, match="no state for you"):
+        fsdp.load_checkpoint(tmp_path, wrapped, resumed)
+    with pytest.raises(fsdp.FSDPError, match="never filled"):
+        wrapped(torch.ones(1, 3))
+    fsdp.load_checkpoint(tmp_path, wrapped)
+    wrapped(torch.ones(1, 3))
+
+
+def test_own_values_of_no_rank_are_refused_by_name(tmp_path):
+    model, _ = trained()
+    fsdp.save_checkpoint(tmp_path, model, step=1, per_rank=1)
+    edit(
+        f"{tmp_path}/step-1",
+        lambda body: body["tensors"].update({"per_rank/x": body["tensors"].pop("per_rank/0")}),
+    )
+    with pytest.raises(fsdp.CheckpointError, match="'per_rank/x' is of no rank"):
+        fsdp.load_checkpoint(tmp_path, model)
