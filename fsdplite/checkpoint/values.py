@@ -2,7 +2,8 @@
 
 Tuples, dictionaries with keys other than text, numbers that JSON lacks, and tensors come back as what they were.
 Subclasses of those (an OrderedDict, a Counter, a named tuple, an IntEnum) come back as what they are made of: a
-dictionary, a tuple, a number. Anything else is refused, by the name of its key: nothing in a checkpoint may need code to be read.
+dictionary, a tuple, a number. Anything else is refused, by the name of its key: nothing in a checkpoint may need code
+to be read.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def _check_tensor(tensor: torch.Tensor, where: str) -> None:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise _refused(type(tensor).__name__, where)
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
-        raise _refused(f"a {'meta' if tensor.is_meta else 'nested' if tensor.is_nested else tensor.layout} tensor", where)
+        kind = "meta" if tensor.is_meta else "nested" if tensor.is_nested else tensor.layout
+        raise _refused(f"a {kind} tensor", where)
     dtype_name(tensor.dtype, where)
 
 
