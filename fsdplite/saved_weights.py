@@ -15,7 +15,7 @@ import torch
 from .errors import ParameterUseError
 from .flat_param import OWNERS
 
-__all__ = ["guard_saved_weights", "stop_guarding"]
+__all__ = ["guard_saved_weights", "is_guard", "stop_guarding"]
 
 
 def _pack(tensor: torch.Tensor) -> Any:
@@ -72,6 +72,11 @@ def guard_saved_weights() -> bool:
     except RuntimeError:  # torch.autograd.graph.disable_saved_tensors_hooks
         return False
     return True
+
+
+def is_guard(hook: Any) -> bool:
+    """Whether a saved-tensor hook is the one that tags weights here."""
+    return hook is _pack
 
 
 def stop_guarding() -> None:

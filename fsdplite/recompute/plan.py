@@ -20,6 +20,7 @@ from ..errors import ConfigError
 from ..events import format_bytes
 from ..flat_param import owner_of
 from ..groups import Groups
+from ..saved_weights import is_guard
 from ..watchdog import Waiting
 from . import passes
 from .budget import Cut, RecomputeWithin, cut_sqrt, cut_within, recompute_within
@@ -165,13 +166,16 @@ class Plan:
 
 
 def _may_hook() -> bool:
-    """Not inside a backward (somebody else recomputes), nor under saved-tensor hooks that are not the engine's."""
+    """Not inside a backward (somebody else recomputes), nor under saved-tensor hooks but those that guard weights.
+
+    A segment of another plan around this block has hooks too: it numbers what its blocks save, and must see it all.
+    """
     if torch._C._current_graph_task_id() != -1 or passes.is_replaying():
         return False
     if torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return top is None or getattr(top[0], "__module__", "").startswith(__package__.partition(".")[0])
+    return top is None or is_guard(top[0])
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:
