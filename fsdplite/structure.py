@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["map_tensors", "tensors_in"]
+__all__ = ["copy_structure", "map_tensors", "tensors_in"]
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -75,6 +75,59 @@ def map_tensors(
             object.__setattr__(result, key, item)
         return result
     return value
+
+
+def copy_structure(
+    value: Any,
+    function: Callable[[Any], Any],
+    of: type | tuple[type, ...] = torch.Tensor,
+    _copies: dict[int, tuple[Any, Any]] | None = None,
+) -> Any:
+    """As :func:`map_tensors`, but what can be changed in place (lists, dicts, plain objects) is new everywhere.
+
+    What is there twice in the structure is there twice in the copy. Objects that say how they are copied, pickled or
+    deleted are kept as they are, unless a tensor inside changes.
+    """
+    copies = {} if _copies is None else _copies
+
+    def again(item: Any) -> Any:
+        return copy_structure(item, function, of, copies)
+
+    if isinstance(value, of):
+        return function(value)
+    if isinstance(value, _ATOMS):
+        return value
+    if id(value) in copies:
+        return copies[id(value)][1]
+    if isinstance(value, tuple):
+        items = [again(item) for item in value]
+        if all(new is old for new, old in zip(items, value)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, (list, dict, set)):
+        result = copy.copy(value)
+        copies[id(value)] = value, result  # the value too: another object must not get its id
+        if isinstance(value, list):
+            result[:] = [again(item) for item in value]
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                result[key] = again(item)
+        return result
+    if _is_record(value):
+        if not _copies_plainly(type(value)):
+            return map_tensors(function, value, of)
+        result = copy.copy(value)
+        copies[id(value)] = value, result
+        for key, item in _fields(value).items():
+            object.__setattr__(result, key, again(item))
+        return result
+    return value
+
+
+def _copies_plainly(cls: type) -> bool:
+    names = ("__reduce_ex__", "__reduce__", "__getstate__")
+    own = any(getattr(cls, name, None) is not getattr(object, name, None) for name in names)
+    return not own and not any(hasattr(cls, name) for name in ("__copy__", "__setstate__", "__del__"))
 
 
 def _is_record(value: Any) -> bool:

@@ -21,7 +21,7 @@ from .groups import Groups
 from .order import BACKWARD, FORWARD, KINDS, RESIDENT
 from .parameter import engine_access
 from .precision import Precision
-from .recompute.matching import refuse_lost_gradients
+from .recompute.lost_gradients import refuse_lost_gradients
 from .recompute.passes import is_replaying
 from .stage import Stage
 from .structure import map_tensors, tensors_in

@@ -7,19 +7,19 @@ already: no extra gather. Chen et al., "Training Deep Nets with Sublinear Memory
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import ConfigError, GradientError, PolicyError
+from ..errors import ConfigError, PolicyError
 from ..policy import Policy
+from ..structure import copy_structure
 from .buffers import BuffersBefore
+from .weights import WeightsBefore
 
-__all__ = ["recompute_matching", "refuse_lost_gradients"]
+__all__ = ["recompute_matching"]
 
 
 class _Recomputed:
@@ -31,27 +31,53 @@ class _Recomputed:
             return super().__call__(*args, **kwargs)
         from torch.utils.checkpoint import checkpoint
 
-        # Bound first: the module's keywords may have the names of checkpoint's own options.
-        function = functools.partial(super().__call__, **kwargs)
-        return checkpoint(_Repeated(self, function), *args, use_reentrant=False)
+        repeated = _Repeated(self, super().__call__, args, kwargs)
+        return checkpoint(repeated, *repeated.tensors(), use_reentrant=False)
+
+
+class _Place:
+    """Where a tensor among the inputs goes."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
 
 
 class _Repeated:
-    """A call of a module that ``checkpoint`` makes in forward, and again in backward."""
+    """A call of a module that ``checkpoint`` makes in forward, and again in backward.
 
-    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+    ``checkpoint`` is given the tensors, which it saves as autograd does. The structure around them is kept here, as
+    it was before the first run: a module may write into a dict that it is given.
+    """
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict) -> None:
         self._function = function
+        self._first: tuple[tuple, dict] | None = (args, kwargs)
+        self._tensors: list[torch.Tensor] = []
+        self._inputs = copy_structure((args, kwargs), self._place)
         self._buffers = BuffersBefore(module)
-        self._has_run = False
+        self._weights = WeightsBefore(module)
 
-    def __call__(self, *args: Any) -> Any:
-        if self._has_run:
-            with self._buffers.as_before():
-                return self._function(*args)
-        output = self._function(*args)
-        self._buffers.first_run_is_over()
-        self._has_run = True
-        return output
+    def _place(self, tensor: torch.Tensor) -> _Place:
+        self._tensors.append(tensor)
+        return _Place(len(self._tensors) - 1)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Of the inputs. To be asked once."""
+        tensors, self._tensors = self._tensors, []
+        return tensors
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        if self._first is not None:
+            (args, kwargs), self._first = self._first, None
+            output = self._function(*args, **kwargs)
+            self._buffers.first_run_is_over()
+            return output
+        self._weights.prepare()
+        args, kwargs = copy_structure(self._inputs, lambda place: tensors[place.index], of=_Place)
+        with self._buffers.as_before():
+            return self._function(*args, **kwargs)
 
 
 _classes: dict[type, type] = {}
@@ -85,27 +111,3 @@ def recompute_matching(root: nn.Module, policy: Any) -> None:
         module.__dict__["_fsdp_recompute"] = True
     if not found:
         raise PolicyError(f"recompute={policy.describe()} matches nothing")
-
-
-def refuse_lost_gradients(unit: str, parameter: str, rank: int) -> None:
-    """Raise if the caller is reentrant checkpointing of inputs without gradients: the weights would get none.
-
-    ``torch.utils.checkpoint`` with ``use_reentrant=True`` runs the segment without gradients and joins the graph only
-    through its inputs. Asked only by a unit that runs without gradients inside a forward that has them.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "forward" and code.co_filename.endswith("checkpoint.py") and "run_function" in frame.f_locals:
-            inputs = frame.f_locals.get("args", ())
-            if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):
-                raise GradientError(
-                    "a recomputed segment would give its weights no gradients: none of its inputs needs one, and "
-                    "reentrant checkpointing reaches weights through its inputs only",
-                    unit=unit,
-                    parameter=parameter,
-                    rank=rank,
-                    cure="call torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or use "
-                    "fsdp_wrap(..., recompute=policy)",
-                )
-        frame = frame.f_back

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import GradientError, ParameterUseError
-from ..structure import map_tensors, tensors_in
+from ..errors import GradientError
+from ..structure import copy_structure, map_tensors, tensors_in
 from .buffers import BuffersBefore
 from .passes import replaying
+from .weights import WeightsBefore
 
 __all__ = ["Segment", "storage_bytes"]
 
@@ -77,7 +78,7 @@ class _Note:
 class _BlockCall:
     """One call of a block, ready to be repeated."""
 
-    __slots__ = ("args", "autocast", "buffers", "generations", "kwargs", "module", "random")
+    __slots__ = ("args", "autocast", "buffers", "kwargs", "module", "random", "weights")
 
     def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.module = weakref.ref(module)  # a graph must not keep modules alive
@@ -86,19 +87,7 @@ class _BlockCall:
         self.random: Any = None
         self.autocast = autocast_state()
         self.buffers = BuffersBefore(module)
-        unit = module.__dict__.get("_fsdp")
-        self.generations = [(flat, flat.generation) for flat in unit.flats] if unit is not None else []
-
-    def refuse_changed_weights(self) -> None:
-        for flat, generation in self.generations:
-            if flat.generation != generation:
-                raise ParameterUseError(
-                    "a weight changed between the forward and the backward that computes its block again",
-                    unit=flat.unit_name,
-                    parameter=flat.names[0],
-                    rank=flat.groups.rank,
-                    cure="call backward() before optimizer.step(), or run the forward again after it",
-                )
+        self.weights = WeightsBefore(module)
 
 
 class Segment:
@@ -123,7 +112,7 @@ class Segment:
 
     def run(self, module: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Call a block and keep what is needed to call it again."""
-        call = _BlockCall(module, map_tensors(self._reference, args), map_tensors(self._reference, kwargs))
+        call = _BlockCall(module, *copy_structure((args, kwargs), self._reference))
         random = random_state(args, kwargs)
         if self._random_after is None or not _same_random(random, self._random_after):
             call.random = random
@@ -201,7 +190,7 @@ class Segment:
         outputs: list[list[torch.Tensor]] = []
         calls = self._calls[: last + 1]
         for call in calls:
-            call.refuse_changed_weights()
+            call.weights.prepare()
         with _random_kept([call.random for call in calls]), torch.enable_grad(), replaying():
             for call in calls:
                 module = call.module()
@@ -212,7 +201,7 @@ class Segment:
                     )
                 if call.random is not None:
                     _set_random(call.random)
-                args, kwargs = _filled(call.args, outputs), _filled(call.kwargs, outputs)
+                args, kwargs = _filled((call.args, call.kwargs), outputs)
                 with _autocast(call.autocast), call.buffers.as_before():
                     with torch.autograd.graph.saved_tensors_hooks(take, _never):
                         output = module(*args, **kwargs)
@@ -232,7 +221,7 @@ def _filled(value: Any, outputs: list[list[torch.Tensor]]) -> Any:
     def fill(item: Any) -> torch.Tensor:
         return item.get() if type(item) is _Kept else outputs[item.call][item.place]
 
-    return map_tensors(fill, value, of=(_Kept, _Returned))
+    return copy_structure(value, fill, of=(_Kept, _Returned))
 
 
 def _instances(value: Any, of: type) -> list[Any]:

@@ -1,0 +1,35 @@
+"""Reentrant checkpointing of inputs without gradients: found before the weights inside silently get none."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from ..errors import GradientError
+
+__all__ = ["refuse_lost_gradients"]
+
+
+def refuse_lost_gradients(unit: str, parameter: str, rank: int) -> None:
+    """Raise if the caller is reentrant checkpointing of inputs without gradients: the weights would get none.
+
+    ``torch.utils.checkpoint`` with ``use_reentrant=True`` runs the segment without gradients and joins the graph only
+    through its inputs. Asked only by a unit that runs without gradients inside a forward that has them.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_filename.endswith("checkpoint.py") and "run_function" in frame.f_locals:
+            inputs = frame.f_locals.get("args", ())
+            if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):
+                raise GradientError(
+                    "a recomputed segment would give its weights no gradients: none of its inputs needs one, and "
+                    "reentrant checkpointing reaches weights through its inputs only",
+                    unit=unit,
+                    parameter=parameter,
+                    rank=rank,
+                    cure="call torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or use "
+                    "fsdp_wrap(..., recompute=policy)",
+                )
+        frame = frame.f_back
