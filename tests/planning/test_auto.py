@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, Any]]] = {
 }
 
 
+@functools.cache
 def choose(name: str) -> Any:
     build, batch, told = MODELS[name]
     return fsdp.auto(inputs=batch, world_size=2, device="cpu", **told).choose(build)
