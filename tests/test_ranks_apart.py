@@ -9,6 +9,8 @@ from torch import nn
 import fsdplite as fsdp
 from tests.harness import Vec, expect_loud, here, run
 
+pytestmark = pytest.mark.slow  # most of these wait for a time-out
+
 
 def two_equal_models() -> None:
     first, second = fsdp.fsdp_wrap(Vec(4, 1.0)), fsdp.fsdp_wrap(Vec(4, 2.0))

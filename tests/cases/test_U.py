@@ -274,6 +274,7 @@ def together(fn: Any, calls: list[tuple[int, tuple]], *, last_is_absent: bool = 
         return [call.result() for call in started]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("equal_steps", [0, 2])
 @pytest.mark.parametrize("names", [("alpha", "beta"), ("first", "second", "third")])
 def test_U4_ranks_run_equal_sized_units_in_a_different_order(names: tuple[str, ...], equal_steps: int) -> None:
@@ -331,6 +332,7 @@ def one_rank_calls(build: Any, act: str, first: str, how: str, steps_before: int
     return took_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["sleeps", "exits"])
 def test_U6_only_some_ranks_call_the_model(how: str) -> None:
     calls = [
@@ -343,6 +345,7 @@ def test_U6_only_some_ranks_call_the_model(how: str) -> None:
     assert all(took_s < 15 for result in results for took_s in result[:-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["sleeps", "exits"])
 def test_U6_only_some_ranks_measure_or_save(how: str) -> None:
     calls = [(2, (Stack, act, "", how, 1)) for act in ("clip", "full_params", "full_state_dict")]
@@ -361,6 +364,7 @@ model(torch.ones(4, 5, dtype=torch.float64))
 """
 
 
+@pytest.mark.slow
 def test_U6_a_program_that_does_not_catch_the_error_ends_with_its_traceback() -> None:
     """As torchrun starts them: whole interpreters, so that their way out is tested as well."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

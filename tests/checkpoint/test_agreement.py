@@ -22,6 +22,8 @@ from tests.harness import MLP, expect_loud, here, run
 from .faults import Fault, FaultyFileSystem
 from .parts import filled, values_in
 
+pytestmark = pytest.mark.slow  # most of these wait for a time-out
+
 
 def saving(root, *needles, **options):
     model, optimizer = filled(1.0)

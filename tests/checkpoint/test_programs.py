@@ -9,7 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 import fsdplite as fsdp
+
+pytestmark = pytest.mark.slow  # whole interpreters, and most of these wait for a time-out
 
 SOURCE = Path(__file__).resolve().parents[2]
 

@@ -172,6 +172,7 @@ def save_good(root: str) -> None:
     assert attempt(root, 10, 1.0, Fault("count"), {})[0] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["new", "over", "background", "keep"])
 def test_K38_sweep_of_two_ranks_that_live(tmp_path, scenario):
     run(2, save_good, str(tmp_path / "good"))
@@ -230,6 +231,7 @@ def next_save(root: str) -> None:
     assert text is None
 
 
+@pytest.mark.slow
 def test_K38_crashes_of_two_ranks(tmp_path):
     crash_sweep(tmp_path, "new", 5)
 
