@@ -23,7 +23,7 @@ from .full import full_grad, full_state_dict
 from .inspect import units
 from .low_precision import keep_in_fp32, kept_modules
 from .precision import Precision, as_precision
-from .structure import map_tensors, tensors_in
+from .structure import arguments, map_tensors, tensors_in
 from .wrap import fsdp_wrap
 
 __all__ = ["Difference", "ParityReport", "check_parity"]
@@ -242,20 +242,9 @@ class _Batches:
         """The loss of ``model`` on one rank's batch of one step."""
         random.seed(hash((self.seed, step, rank)))
         torch.manual_seed((self.seed * 100_003 + step) * 10_007 + rank)
-        args, kwargs = _arguments(subject.make_batch(step, rank, self.world_size))
+        args, kwargs = arguments(subject.make_batch(step, rank, self.world_size))
         moved = map_tensors(lambda tensor: tensor.to(self.device), (args, kwargs))
         return subject.loss_of(model, *moved[0], **moved[1])
-
-
-def _arguments(batch: Any) -> tuple[tuple, dict]:
-    is_pair = isinstance(batch, tuple) and len(batch) == 2
-    if is_pair and isinstance(batch[0], (tuple, list)) and isinstance(batch[1], dict):
-        return tuple(batch[0]), batch[1]
-    if isinstance(batch, (tuple, list)):
-        return tuple(batch), {}
-    if isinstance(batch, dict):
-        return (), batch
-    return (batch,), {}
 
 
 class _Unsharded:

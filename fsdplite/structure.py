@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["copy_structure", "map_tensors", "tensors_in"]
+__all__ = ["arguments", "copy_structure", "map_tensors", "tensors_in"]
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -144,3 +144,15 @@ def _fields(value: Any) -> dict[str, Any]:
             if hasattr(value, field.name):
                 fields.setdefault(field.name, getattr(value, field.name))
     return fields
+
+
+def arguments(batch: Any) -> tuple[tuple, dict]:
+    """A tensor, a tuple of positional or a dict of keyword arguments, or ``(args, kwargs)``, as the last."""
+    is_pair = isinstance(batch, tuple) and len(batch) == 2
+    if is_pair and isinstance(batch[0], (tuple, list)) and isinstance(batch[1], dict):
+        return tuple(batch[0]), batch[1]
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    if isinstance(batch, dict):
+        return (), batch
+    return (batch,), {}

@@ -17,7 +17,7 @@ from ..precision import Precision, as_precision
 from ..recompute.matching import recompute_matching
 from ..recompute.plan import as_segmented
 from ..stage import stage_of
-from ..structure import tensors_in
+from ..structure import arguments, tensors_in
 from .blueprint import Blueprint, draw
 from .fake_step import FakeStep, fake_copy, made_up_step, run_step
 from .setup import Setup
@@ -215,18 +215,6 @@ def _names_of(model: nn.Module, ignored: Any) -> tuple[str, ...]:
         if id(entry) not in names:
             raise ConfigError("ignored names something that is not in the model", found=type(entry).__name__)
     return tuple(names[id(entry)] for entry in ignored)
-
-
-def arguments(batch: Any) -> tuple[tuple, dict]:
-    """A tensor, a tuple of positional or a dict of keyword arguments, or ``(args, kwargs)``, as the last."""
-    is_pair = isinstance(batch, tuple) and len(batch) == 2
-    if is_pair and isinstance(batch[0], (tuple, list)) and isinstance(batch[1], dict):
-        return tuple(batch[0]), batch[1]
-    if isinstance(batch, (tuple, list)):
-        return tuple(batch), {}
-    if isinstance(batch, dict):
-        return (), batch
-    return (batch,), {}
 
 
 def default_loss(model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
