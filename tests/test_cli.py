@@ -180,7 +180,7 @@ def test_a_missing_import_inside_a_module_is_not_a_missing_module(models: Path) 
         load_target("needs:build")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing only where something is")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA, where the command says that it is missing")
 def test_gpu_check_says_what_it_needs() -> None:
     command = [sys.executable, str(REPOSITORY / "scripts" / "gpu_check")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -69,7 +69,7 @@ def K01_body(root, numel, background):
     return shard, resident.peak, allocations.largest
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads resident memory from /proc")
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc, to read resident memory from")
 @pytest.mark.parametrize("background", [False, True])
 def test_K01_saving_does_not_gather(tmp_path, background):
     for numel in (16 * MIB, 32 * MIB):
@@ -87,7 +87,7 @@ def load_memory(root, numel):
     return resident.peak, allocations.largest
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads resident memory from /proc")
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc, to read resident memory from")
 def test_a_load_needs_one_block(tmp_path):
     for peak, largest in run(2, load_memory, str(tmp_path), 16 * MIB, fresh=True, timeout_s=60):
         assert peak <= 12 * MIB and largest < MIB
@@ -187,7 +187,7 @@ def export_and_import(root):
     return peaks + [resident.peak, allocations.largest]
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads resident memory from /proc")
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc, to read resident memory from")
 def test_export_and_import_need_blocks(tmp_path):
     (peaks,) = run(1, export_and_import, str(tmp_path), fresh=True, group=False, timeout_s=60)
     assert max(peaks) <= 40 * MIB, peaks  # of 96 MiB; the allocator keeps some
