@@ -5,6 +5,8 @@ A state that has an element for each element of the shard is a *region* of the s
 
 from __future__ import annotations
 
+import abc
+
 import torch
 
 from .files import BLOCK_BYTES, StateFile, padded
@@ -12,7 +14,7 @@ from .files import BLOCK_BYTES, StateFile, padded
 __all__ = ["DiskStore", "HostStore", "Store"]
 
 
-class Store:
+class Store(abc.ABC):
     """See the module docstring. ``dtypes`` are those of the regions, by the key of the state."""
 
     is_streamed = False
@@ -21,9 +23,9 @@ class Store:
         self.numel = numel
         self.dtypes = dtypes
 
+    @abc.abstractmethod
     def part(self, key: str, start: int, stop: int) -> torch.Tensor:
         """Elements of a region, to read or to write in place."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """Raise if what is kept is no longer there."""
