@@ -1,4 +1,4 @@
-"""The recipes run as a person runs them, and what they print can be read by a program."""
+"""The recipes train, and what they print can be read by a program. Some are launched as a person launches them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import torch
 
 import fsdplite as fsdp
 
+from tests.harness import run_program
+
 from .recipe_module import recipe  # noqa: F401
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -27,7 +29,11 @@ UNCLIPPED = ("--clip", "1e9")  # the norm is a sum in another order at stage 0, 
 
 
 def run_recipe(name: str, *arguments: str, ranks: int = 1) -> str:
-    """What a recipe prints, by plain python for one rank and by torchrun for more."""
+    return run_program(REPOSITORY / "recipes" / name, *arguments, ranks=ranks)
+
+
+def launch(name: str, *arguments: str, ranks: int = 1) -> str:
+    """What a recipe prints if a person starts it: by plain python for one rank and by torchrun for more."""
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -41,10 +47,13 @@ def run_recipe(name: str, *arguments: str, ranks: int = 1) -> str:
     return result.stdout
 
 
+def events_of(printed: str) -> list[dict]:
+    """Every line of a JSON report is one object."""
+    return [json.loads(line) for line in printed.splitlines()]
+
+
 def train(*arguments: str, ranks: int = 1) -> list[dict]:
-    """The events of a run of train_gpt.py. Every line of its output is one JSON object."""
-    lines = run_recipe("train_gpt.py", "--json", *arguments, ranks=ranks).splitlines()
-    return [json.loads(line) for line in lines]
+    return events_of(run_recipe("train_gpt.py", "--json", *arguments, ranks=ranks))
 
 
 def losses(events: list[dict]) -> list[float]:
@@ -178,7 +187,7 @@ def test_options_train_alike(one_rank: list[dict], options: tuple[str, ...]) -> 
 
 
 def test_plain_output_is_one_line_per_interval() -> None:
-    lines = run_recipe("train_gpt.py", *TINY).splitlines()
+    lines = launch("train_gpt.py", *TINY).splitlines()
     steps = [line for line in lines if line.startswith("step ")]
     assert len(steps) == 4 and all("held-out" in line and "tokens/s" in line for line in steps)
     assert not any("\x1b" in line for line in lines)
@@ -191,7 +200,8 @@ def test_a_batch_the_ranks_cannot_share_is_refused() -> None:
 
 @pytest.mark.slow
 def test_loss_falls_well_below_the_unigram_entropy() -> None:
-    start, *_, done = train("--steps", "200", "--sample", "0", ranks=2)  # the default run has 400
+    printed = launch("train_gpt.py", "--json", "--steps", "200", "--sample", "0", ranks=2)  # the default run has 400
+    start, *_, done = events_of(printed)
     assert done["held_out_loss"] < 0.8 * start["unigram_entropy"]
 
 

@@ -19,7 +19,8 @@ Ranks
 
     Faults: `run(2, fn, fresh=True, pg_timeout_s=5, absent={1})` uses new ranks with a short timeout, of which rank 1
     may sleep or exit (not die of a signal); its result is None. `run(1, fn, group=False)` has no process group.
-    `run_together` makes several such calls at the same time, for those that mostly wait.
+    `run_together` makes several such calls at the same time, for those that mostly wait. `run_program` runs a file as
+    torchrun would and returns what it printed.
 
     `for_each(combinations, body)` loops inside a rank and names the combination that failed.
 
@@ -45,6 +46,7 @@ from tests.harness.gathering import (
 )
 from tests.harness.models import MLP, Block, Stack, Vec, seeded
 from tests.harness.pool import RanksFailed, close_pools, run, run_together
+from tests.harness.programs import run_program
 from tests.harness.reference import (
     LowPrecisionReference,
     adamw,
@@ -90,6 +92,7 @@ __all__ = [
     "mse",
     "plain",
     "run",
+    "run_program",
     "run_together",
     "seeded",
     "sgd",
