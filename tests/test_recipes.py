@@ -200,9 +200,9 @@ def test_a_batch_the_ranks_cannot_share_is_refused() -> None:
 
 @pytest.mark.slow
 def test_loss_falls_well_below_the_unigram_entropy() -> None:
-    printed = launch("train_gpt.py", "--json", "--steps", "200", "--sample", "0", ranks=2)  # the default run has 400
-    start, *_, done = events_of(printed)
-    assert done["held_out_loss"] < 0.8 * start["unigram_entropy"]
+    rows = ("--size", "tiny", "--block", "32", "--batch", "32", "--threads", "1")  # the default run takes a minute
+    start, *_, done = events_of(launch("train_gpt.py", "--json", *rows, "--steps", "200", "--sample", "0", ranks=2))
+    assert done["held_out_loss"] < 0.85 * start["unigram_entropy"]
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
