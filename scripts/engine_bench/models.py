@@ -98,57 +98,37 @@ class Case:
     has_peak: bool
 
 
-def _small_units() -> nn.Module:
-    return SmallUnits(units=50, width=16)
+def _gpt(title: str, layers: int, vocabulary: int) -> Case:
+    return Case(
+        title=title,
+        world_size=2,
+        units=layers,
+        unit_class=Block,
+        make_model=lambda: GPT(layers, width=512, heads=8, vocabulary=vocabulary, length=64),
+        make_batch=lambda generator: torch.randint(vocabulary, (2, 64), generator=generator),
+        rounds=24,
+        quick_rounds=4,
+        has_peak=True,
+    )
 
 
-def _small_batch(generator: torch.Generator) -> Tensor:
-    return torch.randn(4, 16, generator=generator)
+def _small(title: str, world_size: int, quick_rounds: int) -> Case:
+    return Case(
+        title=title,
+        world_size=world_size,
+        units=50,
+        unit_class=SmallUnit,
+        make_model=lambda: SmallUnits(units=50, width=16),
+        make_batch=lambda generator: torch.randn(4, 16, generator=generator),
+        rounds=60,
+        quick_rounds=quick_rounds,
+        has_peak=False,
+    )
 
 
 CASES = {
-    "gpt": Case(
-        title="GPT, 30M parameters, 2 ranks",
-        world_size=2,
-        units=8,
-        unit_class=Block,
-        make_model=lambda: GPT(layers=8, width=512, heads=8, vocabulary=8192, length=64),
-        make_batch=lambda generator: torch.randint(8192, (2, 64), generator=generator),
-        rounds=24,
-        quick_rounds=4,
-        has_peak=True,
-    ),
-    "bytes": Case(
-        title="byte-level GPT, 29M parameters, 2 ranks",
-        world_size=2,
-        units=9,
-        unit_class=Block,
-        make_model=lambda: GPT(layers=9, width=512, heads=8, vocabulary=256, length=64),
-        make_batch=lambda generator: torch.randint(256, (2, 64), generator=generator),
-        rounds=24,
-        quick_rounds=4,
-        has_peak=True,
-    ),
-    "units": Case(
-        title="50 units of six Linear(16,16), 2 ranks",
-        world_size=2,
-        units=50,
-        unit_class=SmallUnit,
-        make_model=_small_units,
-        make_batch=_small_batch,
-        rounds=60,
-        quick_rounds=12,
-        has_peak=False,
-    ),
-    "host": Case(
-        title="50 units of six Linear(16,16), 1 rank",
-        world_size=1,
-        units=50,
-        unit_class=SmallUnit,
-        make_model=_small_units,
-        make_batch=_small_batch,
-        rounds=60,
-        quick_rounds=20,
-        has_peak=False,
-    ),
+    "gpt": _gpt("GPT, 30M parameters, 2 ranks", layers=8, vocabulary=8192),
+    "bytes": _gpt("byte-level GPT, 29M parameters, 2 ranks", layers=9, vocabulary=256),
+    "units": _small("50 units of six Linear(16,16), 2 ranks", world_size=2, quick_rounds=12),
+    "host": _small("50 units of six Linear(16,16), 1 rank", world_size=1, quick_rounds=20),
 }
