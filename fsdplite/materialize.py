@@ -7,7 +7,6 @@ next module is touched; there is never a second copy of the model.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import Any
 
@@ -19,6 +18,7 @@ from .errors import WrapError
 from .flat_param import FlatParameter
 from .groups import Groups
 from .partition import BufferSpec
+from .user_warning import warn_user
 from .watchdog import Waiting
 
 __all__ = ["Materializer"]
@@ -206,9 +206,7 @@ def refuse_gradients(parameter: nn.Parameter, name: str, rank: int) -> None:
 
 
 def warn_low_precision(names: list[str], unit: str) -> None:
-    warnings.warn(
+    warn_user(
         f"unit '{unit or '(root)'}' trains {len(names)} parameters in 16 bits (first: {names[0]}): small updates are "
-        'rounded away. fsdp_wrap(..., precision="bf16") keeps an fp32 master of each.',
-        UserWarning,
-        stacklevel=4,
+        'rounded away. fsdp_wrap(..., precision="bf16") keeps an fp32 master of each.'
     )

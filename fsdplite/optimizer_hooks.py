@@ -8,7 +8,6 @@ units whose shards changed know.
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from typing import Any
 
@@ -20,6 +19,7 @@ from .errors import GradientError, ShardedAccessError, WrapError
 from .flat_param import owner_of
 from .gradient import PendingGrad, ShardedGrad, pending_error
 from .parameter import LocalSlice, RestingLeaf, ShardedParameter, as_local_slice, engine_access, info_of, read_grad
+from .user_warning import warn_user
 
 __all__ = ["WHOLE_TENSOR_OPTIMIZERS", "exempt", "flip_again", "install", "restore"]
 
@@ -226,11 +226,9 @@ def _warn_not_offloaded(optimizer: Any, parameter: torch.Tensor) -> None:
     asked = offload.optimizer if offload is not None else None
     if asked is not None and not hasattr(optimizer, "state_to_fill") and flat.groups.rank == flat.groups.ranks[0]:
         name = type(optimizer).__name__
-        warnings.warn(
+        warn_user(
             f"the model was wrapped with Offload(optimizer={asked!r}), and {name} keeps its state in memory all the same: "
-            f"make it with fsdp.offloaded({name}, model, ...)",
-            UserWarning,
-            stacklevel=4,
+            f"make it with fsdp.offloaded({name}, model, ...)"
         )
 
 

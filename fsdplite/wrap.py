@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +36,7 @@ from .regroup import split_frozen
 from .schedule import Schedule
 from .stage import Stage, stage_of
 from .unit import UnitState
+from .user_warning import warn_user
 from .watchdog import Waiting
 from .whole_values import accept_whole_values
 from .wrap_agreement import check_ranks_agree, describe
@@ -307,13 +307,11 @@ class _Wrapping:
         if self.groups.rank != self.groups.ranks[0]:
             return
         for text in self.plan.warnings:
-            warnings.warn(text, UserWarning, stacklevel=4)
+            warn_user(text)
         if self.stage.shards_parameters and len(states) == 1 and not self.plan.nested:
             advice = blocks_worth_wrapping(self.module, more_than=1 + self.prefetch)
             if advice is not None:
-                warnings.warn(
-                    f"the whole model is one unit, so the peak is the whole model: {advice}", UserWarning, stacklevel=4
-                )
+                warn_user(f"the whole model is one unit, so the peak is the whole model: {advice}")
         for _, state in states:
             low = [n for flat in state.flats if flat.trainable and flat.dtype.itemsize == 2 for n in flat.names]
             if low:

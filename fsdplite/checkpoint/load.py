@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import CheckpointError, RankMismatchError
+from ..user_warning import warn_user
 from . import background, catalog, model_state
 from .agree import Agreement
 from .find import find_step
@@ -21,7 +22,6 @@ from .read_model import Reading, refuse_unfilled
 from .remote import file_system
 from .storage import FileSystem, read_all
 from .tensor_bytes import bytes_of, torch_dtype
-from .user_warning import warn_user
 from .values import decode_value, unpack
 from .wanted import Differences, Target
 from .world import World, alone, is_wrapped, world_of

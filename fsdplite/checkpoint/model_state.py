@@ -16,9 +16,9 @@ from ..materialize import was_filled
 from ..parameter import info_of
 from ..schedule import Schedule
 from ..unit import UnitState
+from ..user_warning import warn_user
 from .manifest import is_reserved
 from .tensor_bytes import dtype_name, flat_view
-from .user_warning import warn_user
 
 __all__ = ["ModelState", "ModelTensor", "collect", "refuse_unready", "unfilled_names"]
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from .. import events
 from ..errors import CheckpointError, ConfigError
+from ..user_warning import warn_user
 from . import background as background_saves
 from . import catalog, snapshot
 from .agree import Agreement
@@ -22,8 +23,6 @@ from .manifest import LARGEST_STEP, MANIFEST, FileRecord, Manifest, decode, enco
 from .remote import file_system
 from .snapshot import Snapshot
 from .storage import FileSystem, write_exactly
-from .user_warning import warn_user
-from .user_warning import warn_user
 from .world import World, world_of
 from .writer import Part, Written, write_rank_file
 

@@ -15,7 +15,6 @@ import os
 import secrets
 import socket
 import threading
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 
 from ..errors import OffloadError
 from ..events import format_bytes
+from ..user_warning import warn_user
 
 __all__ = ["BLOCK_BYTES", "Leftover", "StateFile", "aligned_bytes", "leftovers", "padded", "warn_of_leftovers"]
 
@@ -84,12 +84,10 @@ def warn_of_leftovers(folder: str) -> None:
         return  # making files there says what is wrong
     if found:
         total = sum(leftover.size_bytes for leftover in found)
-        warnings.warn(
+        warn_user(
             f"{len(found)} files of optimizer state ({format_bytes(total)}) in {folder} belong to processes "
             f"that ended without removing them; they are of no use and can be removed: "
-            + ", ".join(f"{leftover.path} of {leftover.process}" for leftover in found[:8]),
-            UserWarning,
-            stacklevel=6,
+            + ", ".join(f"{leftover.path} of {leftover.process}" for leftover in found[:8])
         )
 
 

@@ -7,7 +7,6 @@ many collectives as without (and a segment's units are full at once).
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +20,7 @@ from ..events import format_bytes
 from ..flat_param import owner_of
 from ..groups import Groups
 from ..saved_weights import is_guard
+from ..user_warning import warn_user
 from ..watchdog import Waiting
 from . import passes
 from .budget import Cut, RecomputeWithin, cut_sqrt, cut_within, recompute_within
@@ -150,11 +150,9 @@ class Plan:
         self._is_settled = True
         self._saved_bytes, self._kept_bytes = [], []
         if peak > self._choice.budget_bytes and self._groups.rank == self._groups.ranks[0]:
-            warnings.warn(
+            warn_user(
                 f"activations of the blocks need about {format_bytes(peak)} even when all are recomputed, more than "
-                f"the budget of {format_bytes(self._choice.budget_bytes)}: one block saves {format_bytes(saved)}",
-                UserWarning,
-                stacklevel=2,
+                f"the budget of {format_bytes(self._choice.budget_bytes)}: one block saves {format_bytes(saved)}"
             )
 
     def __deepcopy__(self, memo: dict) -> Plan:
