@@ -25,7 +25,7 @@ _STORY = {
     "wait": "{unit}: full parameters are there",
     "reshard": "{unit}: full parameters ({mib}) freed",
     "reduce_scatter": "{unit}: reduce-scatter of {mib} of gradients starts",
-    "all_reduce": "{unit}: all-reduce of {mib} over the replicas",
+    "all_reduce": "{unit}: all-reduce of {mib} over the ranks that hold the same",
     "reduced": "{unit}: gradient shard of {mib} is final",
     "update": "{unit}: its update starts, from a gradient shard of {mib}",
     "check": "all ranks agree on the order of units",

@@ -22,9 +22,9 @@ from .watchdog import Waiting
 if TYPE_CHECKING:
     from .flat_param import FlatParameter
 
-__all__ = ["GradientBuffer", "GradientShard"]
+__all__ = ["WAITING_FRACTION", "GradientBuffer", "GradientShard"]
 
-_WAITING_FRACTION = 8  # the buffer is allocated when more than 1/8 of it has arrived
+WAITING_FRACTION = 8  # the buffer is allocated when more than 1/8 of it has arrived
 
 
 class GradientShard:
@@ -105,7 +105,7 @@ class GradientBuffer:
         self.filled[index] = 1
         if not self._allocated:
             self._waiting_numel += gradient.numel()
-            if self._waiting_numel * _WAITING_FRACTION <= self._numel:
+            if self._waiting_numel * WAITING_FRACTION <= self._numel:
                 self._waiting[index] = gradient
                 return
             self._allocate()

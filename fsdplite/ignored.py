@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from . import events
 from .collectives import all_reduce
 from .errors import GradientError
 from .watchdog import Waiting
@@ -103,6 +104,9 @@ class IgnoredGradients:
             if parameter.grad is local:
                 parameter.grad = None
             if groups.whole is not None:
+                if events.active is not None:
+                    size = total.numel() * total.element_size()
+                    events.active.emit("all_reduce", schedule.root.name, size, total.numel())
                 all_reduce(
                     total,
                     groups.control if total.device.type == "cpu" else groups.whole,  # NCCL takes no CPU tensors

@@ -213,10 +213,10 @@ def answer(question: Question) -> Plan:
     }
     if question.device == "cpu":
         resting["offloaded, beside"] = rest.host
-    wires = [spec.parameter.numel() * 4 for spec in blueprint.ignored]
+    whole = [spec.parameter for spec in blueprint.ignored]
     work = update.traffic_bytes, update.operators
     transient = 0 if _updates_on_host(question) else update.transient_bytes
-    replay = Replay(units, setup, step, resting, transient, work, wires)
+    replay = Replay(units, setup, step, resting, transient, work, whole)
     replay.run()
     return Plan(
         units=tuple(units),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..gradient_buffer import WAITING_FRACTION
 from .blueprint import PlannedFlat
 from .memory import BUFFERS, COPIES, SHARDS, Memory
-from .replay_state import WAITING_NUMEL, ReplayedFlat, ReplayedUnit
+from .replay_state import ReplayedFlat, ReplayedUnit
 from .setup import Setup
 from .traffic import Program
 
@@ -37,30 +38,27 @@ class Reductions:
             if flat.is_reducing:
                 self.finish()
             flat.is_taking = True
-        if index in flat.filled:
-            if index in flat.waiting or not flat.is_allocated:
-                self._take_waiting(unit, flat)
+        if flat.is_allocated:
+            flat.filled.add(index)
             return
-        flat.filled.add(index)
-        numel = flat.waiting_numel + size // flat.planned.compute_dtype.itemsize
-        if numel <= (WAITING_NUMEL if flat.is_allocated else flat.first_numel):
-            flat.waiting[index] = size
-            flat.waiting_numel = numel
-            self.memory.add(BUFFERS, size)  # it was alive anyway: no moment of its own
-            return
-        if not flat.is_allocated:
-            self._take_waiting(unit, flat)
+        if index not in flat.filled:
+            flat.filled.add(index)
+            flat.waiting_numel += size // planned.compute_dtype.itemsize
+            if flat.waiting_numel * WAITING_FRACTION <= planned.layout.padded_numel:
+                flat.waiting[index] = size
+                self.memory.add(BUFFERS, size)  # it was alive anyway: no moment of its own
+                return
+        self._allocate(unit, flat)
 
     def _grow(self, kind: str, unit: ReplayedUnit, count: int) -> None:
         self.memory.grow(kind, count)
         self.program.allocate(unit.name, count)
 
-    def _take_waiting(self, unit: ReplayedUnit, flat: ReplayedFlat) -> None:
-        if not flat.is_allocated:
-            if self.setup.stage.shards_gradients and self.setup.on_cpu:
-                self.finish()
-            self._grow(BUFFERS, unit, flat.planned.buffer_bytes)
-            flat.is_allocated = True
+    def _allocate(self, unit: ReplayedUnit, flat: ReplayedFlat) -> None:
+        if self.setup.stage.shards_gradients and self.setup.on_cpu:
+            self.finish()
+        self._grow(BUFFERS, unit, flat.planned.buffer_bytes)
+        flat.is_allocated = True
         self.memory.add(BUFFERS, -sum(flat.waiting.values()))
         flat.waiting.clear()
         flat.waiting_numel = 0
@@ -68,7 +66,8 @@ class Reductions:
     def start(self, unit: ReplayedUnit, flat: ReplayedFlat) -> None:
         """Send the buffer."""
         setup, planned = self.setup, flat.planned
-        self._take_waiting(unit, flat)
+        if not flat.is_allocated:
+            self._allocate(unit, flat)
         flat.filled.clear()
         flat.is_taking = False
         flat.is_reducing = True

@@ -16,7 +16,7 @@ from .blueprint import PlannedUnit
 from .fake_step import ENTER, GRADIENT, IGNORED, LEAVE, OPEN, STOP, FakeStep, StepEvent
 from .memory import BACKWARD_END, FULL, PHASES, SHARDS, UPDATE, Memory
 from .reductions import Reductions
-from .replay_state import ReplayedCall, ReplayedFlat, ReplayedPass, ReplayedUnit
+from .replay_state import ReplayedCall, ReplayedFlat, ReplayedIgnored, ReplayedPass, ReplayedUnit
 from .setup import Setup
 from .traffic import Program
 
@@ -37,7 +37,7 @@ class Replay:
         resting: Bytes that are there all the time, by kind.
         update_bytes: What the optimizer's step needs for a moment.
         update_work: Bytes that it reads and writes, and its operators.
-        ignored_bytes: Bytes of each ignored parameter's gradient.
+        ignored: Parameters that no unit owns.
 
     Attributes:
         memory: Peaks by phase.
@@ -52,7 +52,7 @@ class Replay:
         resting: dict[str, int],
         update_bytes: int,
         update_work: tuple[int, int],
-        ignored_bytes: list[int],
+        ignored: Iterable[torch.Tensor],
     ) -> None:
         self.setup = setup
         self.step = step
@@ -62,8 +62,7 @@ class Replay:
         self._reductions = Reductions(setup, self.memory, self.program, self._prefetch_what_waited)
         self._update_bytes = update_bytes
         self._update_work = update_work
-        self._ignored_bytes = ignored_bytes
-        self._ignored_used: dict[int, int] = {}
+        self._ignored = [ReplayedIgnored(parameter) for parameter in ignored]
         self._records: dict[object, list[int]] = {}
         self._forward: ReplayedPass | None = None
         self._backward: ReplayedPass | None = None
@@ -120,9 +119,7 @@ class Replay:
         elif event.kind == OPEN:
             self._reach(self._calls_by_number[event.call])
         elif event.kind == GRADIENT and event.unit == IGNORED:
-            self._begin_backward()
-            self.memory.add(SHARDS, event.bytes - self._ignored_used.get(event.index, 0))
-            self._ignored_used[event.index] = event.bytes
+            self._take_ignored(self._ignored[event.index], event)
         elif event.kind == GRADIENT:
             self._gradient(self.units[event.unit], event)
         elif event.kind == STOP:
@@ -140,8 +137,9 @@ class Replay:
                 flat.has_shard = False
                 if not self.setup.shards_on_host:
                     memory.add(SHARDS, -flat.planned.shard_bytes)
-        memory.add(SHARDS, -sum(self._ignored_used.values()))
-        self._ignored_used.clear()
+        for ignored in self._ignored:
+            memory.add(SHARDS, -ignored.size * ignored.has_average)
+            ignored.has_average = False
 
     # ------------------------------------------------------------------ forward
 
@@ -357,12 +355,35 @@ class Replay:
     def _compare(self) -> None:
         if self.setup.size > 1:
             flags = sum(len(f.planned.names) for u in self.units for f in u.flats if f.planned.trainable)
-            flags += len(self._ignored_bytes)
+            flags += sum(ignored.is_compared for ignored in self._ignored)
             size = -(-(_CONTROL_HEAD + flags) // _CONTROL_BYTES) * _CONTROL_BYTES
             self.program.send("control", self.units[0].name, size, torch.uint8, self.setup.size)
 
+    def _take_ignored(self, ignored: ReplayedIgnored, event: StepEvent) -> None:
+        self._begin_backward()
+        if ignored.has_local:  # the sum of both is new
+            self.memory.grow(SHARDS, ignored.size)
+            self.memory.add(SHARDS, -ignored.size)
+        else:
+            self.memory.add(SHARDS, ignored.size)
+            ignored.has_local = True
+        self.memory.live = event.live_bytes - event.bytes
+
     def _reduce_ignored(self) -> None:
-        for index in sorted(self._ignored_used):
-            count = self._ignored_bytes[index]
-            if self.setup.size > 1:
-                self.program.send("all_reduce", self.units[0].name, count // 4, torch.float32, self.setup.size)
+        """One after the other: a copy is summed over ranks, cast, and added to what is there."""
+        for ignored in self._ignored:
+            if not ignored.has_local:
+                continue
+            self.memory.grow(SHARDS, ignored.sum_bytes)
+            name, size = self.units[0].name, self.setup.size
+            self.program.copy(name, ignored.size + ignored.sum_bytes)
+            if size > 1:
+                self.program.send("all_reduce", name, ignored.numel, ignored.sum_dtype, size)
+            if ignored.sum_bytes != ignored.size:
+                self.memory.grow(SHARDS, ignored.size)
+                self.memory.add(SHARDS, -ignored.sum_bytes)
+            if ignored.has_average:
+                self.memory.grow(SHARDS, ignored.size)
+                self.memory.add(SHARDS, -2 * ignored.size)
+            self.memory.add(SHARDS, -ignored.size)
+            ignored.has_local, ignored.has_average = False, True

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
+
 from .blueprint import PlannedFlat, PlannedUnit
 from .setup import Setup
 
-__all__ = ["FIRST_FRACTION", "WAITING_NUMEL", "ReplayedCall", "ReplayedFlat", "ReplayedPass", "ReplayedUnit"]
-
-FIRST_FRACTION = 8  # as in gradient_buffer: first gradients wait while they are small beside the buffer
-WAITING_NUMEL = 4096  # and later ones for one copy of them all
+__all__ = ["ReplayedCall", "ReplayedFlat", "ReplayedIgnored", "ReplayedPass", "ReplayedUnit"]
 
 
 @dataclass(eq=False)
@@ -40,7 +39,6 @@ class ReplayedFlat:
         self.filled: set[int] = set()
         self.waiting: dict[int, int] = {}
         self.waiting_numel = 0
-        self.first_numel = max(WAITING_NUMEL, planned.layout.padded_numel // FIRST_FRACTION)
         self.has_result = False
         self.has_shard = False
 
@@ -67,6 +65,29 @@ class ReplayedUnit:
     @property
     def has_unreduced(self) -> bool:
         return any(flat.filled for flat in self.flats)
+
+
+class ReplayedIgnored:
+    """The gradient of a parameter that no unit owns.
+
+    Attributes:
+        numel, size: Elements and bytes.
+        sum_dtype: In which it is averaged.
+        is_compared: Whether ranks tell each other if they used it.
+        has_local: One of this backward, or of an unsynchronised one before, waits for its average.
+        has_average: Earlier backwards of this step left one.
+    """
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.numel = parameter.numel()
+        self.size = parameter.numel() * parameter.element_size()
+        self.sum_dtype = torch.promote_types(parameter.dtype, torch.float32)
+        self.is_compared = parameter.is_floating_point()
+        self.has_local = self.has_average = False
+
+    @property
+    def sum_bytes(self) -> int:
+        return self.numel * self.sum_dtype.itemsize
 
 
 @dataclass
