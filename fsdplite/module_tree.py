@@ -5,6 +5,7 @@ Refuses here, by name, what cannot be wrapped at all.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Iterator
 
@@ -12,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from .errors import ConfigError, WrapError
+from .errors import ConfigError, PolicyError, WrapError, did_you_mean
 from .modules import class_name, compiled_inner, has_forward
 
-__all__ = ["IGNORED", "NESTED", "OURS", "ModuleTree", "Visit", "check_root", "join_name", "list_children"]
+__all__ = ["IGNORED", "NESTED", "OURS", "ModuleTree", "Visit", "check_root", "checked_ignored", "checked_methods", "join_name", "list_children"]
 
 OURS, NESTED, IGNORED = "ours", "nested", "ignored"
 
@@ -37,7 +38,7 @@ class ModuleTree:
     def __init__(self, root: nn.Module, ignored: Iterable[Any], is_unit: Callable[[nn.Module], bool]) -> None:
         self.root = root
         self.is_unit = is_unit
-        ignored = _checked_ignored(ignored)
+        ignored = checked_ignored(ignored)
         self._ignored_modules = {id(item) for item in ignored if isinstance(item, nn.Module)}
         self.visits = list(self._walk("", root, None, OURS))
         self.names: dict[int, list[str]] = {}
@@ -91,7 +92,12 @@ class ModuleTree:
                 )
 
 
-def _checked_ignored(ignored: Iterable[Any]) -> list[Any]:
+def checked_ignored(ignored: Iterable[Any]) -> list[Any]:
+    """The modules and parameters given as ``ignored``.
+
+    Raises:
+        ConfigError: Something else.
+    """
     if isinstance(ignored, (nn.Module, torch.Tensor, str)):
         raise ConfigError("ignored takes several modules or parameters", found=_label(ignored), cure="ignored=[...]")
     items = list(ignored)
@@ -124,6 +130,39 @@ def check_root(root: nn.Module, is_unit: Callable[[nn.Module], bool], entry_poin
             found=list_children("", root),
             cure="wrap its children, or the module that holds it",
         )
+
+
+def checked_methods(root: nn.Module, methods: Any) -> tuple[str, ...]:
+    """The names given as ``forward_methods``.
+
+    Raises:
+        PolicyError: No module has such a method, or it is of a kind that cannot be served.
+    """
+    if isinstance(methods, str):
+        methods = (methods,)
+    methods = tuple(methods)
+    for name in methods:
+        for m in root.modules():
+            found = inspect.getattr_static(type(m), name, None)
+            if isinstance(found, (staticmethod, classmethod)) or any(
+                is_kind(found)
+                for is_kind in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+            ):
+                raise PolicyError(
+                    f"forward_methods cannot serve '{name}' of {type(m).__name__}: weights are whole while a call "
+                    "runs, and this is a static or class method, a generator or a coroutine",
+                    cure="name a plain method that computes and returns; a generator may call it for each item",
+                )
+        if not any(callable(getattr(type(m), name, None)) for m in root.modules()):
+            present = sorted(
+                {n for m in root.modules() for n in vars(type(m)) if not n.startswith("_") and callable(getattr(m, n))}
+            )
+            raise PolicyError(
+                f"forward_methods names '{name}', which no module here has",
+                expected=", ".join(present[:20]),
+                found=f"'{name}'" + did_you_mean(name, present),
+            )
+    return methods
 
 
 def _check_module(name: str, module: nn.Module) -> None:

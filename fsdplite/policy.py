@@ -43,6 +43,10 @@ class Policy:
     A subclass overrides :meth:`matches` and :meth:`describe`, and :meth:`bind` if it has to see the whole model first.
     """
 
+    def knowing(self, **options: Any) -> Policy:
+        """The policy, told how the model will run (options of ``fsdp.plan``); for one that asks nothing, itself."""
+        return self
+
     def bind(self, root: nn.Module) -> Policy:
         """The policy to use for ``root``; called once, before any module is matched."""
         return self
@@ -100,9 +104,22 @@ class Policy:
         return self.describe()
 
 
-class _Union(Policy):
+class _ByValue(Policy):
+    """Equal to another of its kind that holds the same."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(self.describe())
+
+
+class _Union(_ByValue):
     def __init__(self, *parts: Policy) -> None:
         self.parts: list[Policy] = [p for part in parts for p in (part.parts if isinstance(part, _Union) else [part])]
+
+    def knowing(self, **options: Any) -> Policy:
+        return _Union(*(part.knowing(**options) for part in self.parts))
 
     def bind(self, root: nn.Module) -> Policy:
         return _Union(*(part.bind(root) for part in self.parts))
@@ -120,7 +137,7 @@ class _Union(Policy):
         return "; ".join(dict.fromkeys(part.inventory(named_modules) for part in self.parts))
 
 
-class _ByClass(Policy):
+class _ByClass(_ByValue):
     def __init__(self, *entries: type | str) -> None:
         if not entries:
             raise PolicyError("by_class() needs at least one class or class name", cure='by_class("Block")')
@@ -153,7 +170,7 @@ class _ByClass(Policy):
         return missing
 
 
-class _ByName(Policy):
+class _ByName(_ByValue):
     def __init__(self, *globs: str) -> None:
         if not globs:
             raise PolicyError("by_name() needs at least one module name or glob", cure='by_name("blocks.*")')
@@ -192,7 +209,7 @@ class _ByName(Policy):
         return "the names present are " + listing(names)
 
 
-class _BySize(Policy):
+class _BySize(_ByValue):
     def __init__(self, min_numel: int) -> None:
         if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 1:
             raise PolicyError(

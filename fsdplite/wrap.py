@@ -15,13 +15,14 @@ from . import optimizer_hooks
 from .collectives import broadcast
 from .control import FLAGS, exchange
 from .dynamo import hide_from_dynamo
-from .errors import ConfigError, PolicyError, UnknownOptionError, WrapError, did_you_mean
+from .errors import ConfigError, UnknownOptionError, WrapError, did_you_mean
 from .flat_param import FlatParameter
 from .flat_spec import FlatSpec, group_parameters
 from .fsdp_unit import become_unit, state_of
 from .groups import Groups, next_number, resolve_groups
 from .low_precision import keep_in_fp32, kept_modules
 from .materialize import Materializer, refuse_gradients, warn_low_precision
+from .module_tree import checked_methods
 from .modules import user_name
 from .offload.options import Offload, as_offload
 from .offload.resting import OnDevice, OnHost
@@ -98,9 +99,12 @@ def fsdp_wrap(
     try:
         precision = as_precision(precision)
         policy = as_policy(policy)
+        if policy is not None:
+            mesh = groups.replicate_size, groups.shard_size
+            policy = policy.knowing(stage=stage, mesh=mesh, precision=precision)
         offload = as_offload(offload, row)
         _check_options(prefetch, reshard_after_forward)
-        methods = _check_methods(module, forward_methods)
+        methods = checked_methods(module, forward_methods)
         segments = as_segmented(recompute)
         blocks = find_blocks(module) if segments is not None else []
         if recompute is not None and segments is None:
@@ -345,34 +349,6 @@ def _check_options(prefetch: Any, reshard_after_forward: Any) -> None:
             expected="None (all but the root), True or False",
             found=repr(reshard_after_forward),
         )
-
-
-def _check_methods(module: nn.Module, methods: Any) -> tuple[str, ...]:
-    if isinstance(methods, str):
-        methods = (methods,)
-    methods = tuple(methods)
-    for name in methods:
-        for m in module.modules():
-            found = inspect.getattr_static(type(m), name, None)
-            if isinstance(found, (staticmethod, classmethod)) or any(
-                is_kind(found)
-                for is_kind in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-            ):
-                raise PolicyError(
-                    f"forward_methods cannot serve '{name}' of {type(m).__name__}: weights are whole while a call "
-                    "runs, and this is a static or class method, a generator or a coroutine",
-                    cure="name a plain method that computes and returns; a generator may call it for each item",
-                )
-        if not any(callable(getattr(type(m), name, None)) for m in module.modules()):
-            present = sorted(
-                {n for m in module.modules() for n in vars(type(m)) if not n.startswith("_") and callable(getattr(m, n))}
-            )
-            raise PolicyError(
-                f"forward_methods names '{name}', which no module here has",
-                expected=", ".join(present[:20]),
-                found=f"'{name}'" + did_you_mean(name, present),
-            )
-    return methods
 
 
 def _compute_device(plan: Partition, groups: Groups) -> torch.device:

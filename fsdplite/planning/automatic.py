@@ -18,13 +18,15 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from ..errors import FSDPError, PolicyError
+from ..errors import ConfigError, FSDPError, PolicyError, UnknownOptionError, did_you_mean
 from ..events import format_bytes
 from ..modules import has_forward, user_name
 from ..policy import Policy, by_class, by_name
 from ..recompute.blocks import find_blocks
 from ..recompute.budget import parse_bytes
+from ..structure import tensors_in
 from .prediction import Plan, plan
+from .question import DEFAULTS
 from .timeline import Timeline, simulate
 from .topology import Link, Topology
 
@@ -127,11 +129,26 @@ class Auto(Policy):
         self._topology = topology
         self._options = options
 
+    def knowing(self, **options: Any) -> Auto:
+        """The same, for a model that runs like this; what :func:`auto` was given itself comes first."""
+        own = self._options
+        if "world_size" in own or "mesh" in own:
+            options = {name: value for name, value in options.items() if name not in ("world_size", "mesh")}
+        return Auto(self._budget_bytes, self._topology, options | own)
+
     def describe(self) -> str:
-        inputs = self._options.get("inputs")
-        shape = tuple(inputs.shape) if isinstance(inputs, torch.Tensor) else type(inputs).__name__
-        rest = {name: value for name, value in self._options.items() if name != "inputs"}
-        return f"auto(budget={self._budget_bytes}, inputs={shape}, {rest}, {self._topology})"
+        given = [(tuple(t.shape), t.dtype) for t in tensors_in(self._options.get("inputs"))]
+        rest = {name: value for name, value in sorted(self._options.items()) if name not in ("inputs", "loss_of")}
+        return f"auto(budget={self._budget_bytes}, inputs={given}, {rest}, {self._topology})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Auto) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self.describe())
+
+    def _identity(self) -> tuple[str, Any]:
+        return self.describe(), self._options.get("loss_of")
 
     def bind(self, root: nn.Module) -> Policy:
         chosen = self.choose(root).options["policy"]
@@ -146,8 +163,10 @@ class Auto(Policy):
         Raises:
             ConfigError: An option given to :func:`auto` cannot be used.
         """
-        options = {"world_size": _world_size()} | self._options
-        base = plan(model, **options | {"policy": None})
+        options = dict(self._options)
+        if "world_size" not in options and "mesh" not in options:
+            options["world_size"] = _world_size()
+        base = plan(model, **options)
         search = _Search(base, self._topology, self._budget_bytes)
         return search.run()
 
@@ -187,13 +206,35 @@ def auto(
         topology: Instead of the three: a whole :class:`~fsdplite.Topology`.
         options: As for ``fsdp.plan``, above all ``inputs=``, without which there is no computation to weigh against;
             ``world_size`` is that of the process group if left out.
+
+    Raises:
+        ConfigError, UnknownOptionError: An option cannot be used; says what can.
     """
+    _refuse_unknown(options)
     if topology is None:
         # One rank a node: the bandwidth is what each rank has, wherever the others are.
         link = Link(bandwidth, latency)
         topology = replace(Topology(), ranks_per_node=1, flops=flops, intra=link, inter=link)
+    if not isinstance(topology, Topology):
+        raise ConfigError("topology is a Topology", expected="fsdp.Topology(...)", found=repr(topology))
     limit = None if budget is None else parse_bytes(budget, "a memory budget")
     return Auto(limit, topology, options)
+
+
+_CHOSEN = ("policy", "prefetch", "reshard_after_forward", "recompute")
+
+
+def _refuse_unknown(options: dict[str, Any]) -> None:
+    known = ["budget", "bandwidth", "latency", "flops", "topology", "world_size", *DEFAULTS]
+    for name in options:
+        if name in _CHOSEN:
+            raise UnknownOptionError(f"auto chooses {name} itself", cure=f"leave {name} out")
+        if name not in known:
+            raise UnknownOptionError(
+                "auto has no such option",
+                expected=", ".join(name for name in known if name not in _CHOSEN),
+                found=f"{name!r}" + did_you_mean(name, known),
+            )
 
 
 def _world_size() -> int:

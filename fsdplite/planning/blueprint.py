@@ -126,13 +126,13 @@ class Blueprint:
         return found
 
 
-def draw(model: nn.Module, policy: Any, precision: Precision, ignored: Any = ()) -> Blueprint:
+def draw(model: nn.Module, policy: Any, precision: Precision, ignored: Any = (), methods: Any = ()) -> Blueprint:
     """Partition a model as ``fsdp_wrap`` would. Nothing is changed.
 
     Raises:
         PolicyError, WrapError, ConfigError: As ``fsdp_wrap`` does.
     """
-    found = partition(model, policy, ignored=ignored)
+    found = partition(model, policy, ignored=ignored, entry_points=methods)
     kept, _ = kept_modules(model, precision)
     specs = [group_parameters(unit.params, precision, kept) for unit in found.units]
     size = sum(_bytes(buffer.module._buffers[buffer.key]) for buffer in found.ignored_buffers)

@@ -8,8 +8,9 @@ complete); :mod:`fsdplite.planning.replay` adds what the engine would hold there
 from __future__ import annotations
 
 import contextlib
-import copy
+import functools
 import gc
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from ..errors import ConfigError
 from ..flat_spec import FlatSpec
 from ..groups import Groups
 from ..low_precision import keep_in_fp32, kept_modules
+from ..modules import user_name
 from ..precision import Precision
 from ..recompute import passes
 from ..recompute.blocks import find_blocks
@@ -32,8 +34,7 @@ from .blueprint import Blueprint
 from .live_bytes import LiveBytes
 
 __all__ = [
-    "ENTER", "GRADIENT", "IGNORED", "LEAVE", "OPEN", "STOP", "FakeStep", "StepEvent", "fake_copy", "made_up_step",
-    "run_step",
+    "ENTER", "GRADIENT", "IGNORED", "LEAVE", "OPEN", "STOP", "FakeStep", "StepEvent", "made_up_step", "run_step",
 ]  # fmt: skip
 
 ENTER, LEAVE, OPEN, GRADIENT, STOP = "enter", "leave", "open", "gradient", "stop"
@@ -91,31 +92,6 @@ class FakeStep:
     was_run: bool = True
 
 
-def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """The same modules over fake tensors; the original and its memory are left alone."""
-    memo: dict[int, Any] = {}
-    with mode:
-        for module in model.modules():
-            holders = (module._parameters, module._buffers, vars(module))
-            for tensor in (value for holder in holders for value in holder.values()):
-                if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
-                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                    if isinstance(tensor, nn.Parameter):
-                        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-                    memo[id(tensor)] = fake
-    keep = list(memo.values())  # deepcopy reads the memo by identity
-    try:
-        twin = copy.deepcopy(model, memo)
-    except Exception as failure:
-        raise ConfigError(
-            "the model cannot be copied for planning",
-            found=f"{type(failure).__name__}: {failure}",
-            cure="pass a function that builds it: fsdp.plan(lambda: Model(...), ...)",
-        ) from failure
-    del keep
-    return twin
-
-
 def run_step(
     model: nn.Module,
     blueprint: Blueprint,
@@ -125,22 +101,24 @@ def run_step(
     loss_of: Callable[..., torch.Tensor],
     mode: FakeTensorMode,
     segments: Any = None,
+    methods: tuple[str, ...] = (),
 ) -> FakeStep:
     """Run forward and backward of a fake model, whose modules are changed for it.
 
     Args:
-        model: What :func:`fake_copy` made.
+        model: What ``fake_copy`` made.
         blueprint: Of this very model.
         args, kwargs: One rank's batch; only shapes, dtypes and ``requires_grad`` matter.
         loss_of: From the model and the batch to a scalar.
         segments: ``"sqrt"`` or a byte budget: blocks are recomputed in segments, outside their units.
+        methods: Names of methods that behave as ``forward`` does.
 
     Raises:
         ConfigError: The model cannot run on fake tensors: it reads a value, say.
     """
     recorder = _Recorder()
     blocks = find_blocks(model) if segments is not None else []
-    _prepare(model, blueprint, precision, recorder, mode)
+    _prepare(model, blueprint, precision, recorder, mode, methods)
     if segments is not None:
         recompute_in_segments(segments, blocks, Groups())
     with mode:
@@ -159,12 +137,26 @@ def run_step(
     except Exception as failure:
         raise ConfigError(
             "the model cannot run on fake tensors",
-            found=f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}",
+            found=f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
+            + _place_of(failure, model),
             cure="check inputs= (a tensor, a tuple, a dict, or (args, kwargs)); a forward that reads values of tensors "
             "(.item(), if x.sum() > 0) cannot be planned with its activations: leave inputs out",
         ) from failure
+    _refuse_uncalled(recorder.events, blueprint)
     sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in given}
     return FakeStep(tuple(recorder.events), sum(sizes.values()))
+
+
+def _place_of(failure: BaseException, model: nn.Module) -> str:
+    """The innermost module that was running."""
+    names = {id(module): name for name, module in model.named_modules()}
+    place, trace = "", failure.__traceback__
+    while trace is not None:
+        running = trace.tb_frame.f_locals.get("self")
+        if names.get(id(running)):
+            place = f", in '{user_name(names[id(running)])}' ({type(running).__name__})"
+        trace = trace.tb_next
+    return place
 
 
 def _forward_and_backward(
@@ -185,6 +177,20 @@ def _forward_and_backward(
     recorder.note(STOP)
 
 
+def _refuse_uncalled(events: list[StepEvent], blueprint: Blueprint) -> None:
+    """A wrapped model would refuse the same: nothing gathers a unit that is not called."""
+    called = {event.unit for event in events if event.kind == ENTER}
+    for event in events:
+        if event.kind == GRADIENT and event.unit not in called and event.unit != IGNORED:
+            unit = blueprint.partition.units[event.unit]
+            raise ConfigError(
+                "weights of a unit are used and its module is not called",
+                unit=user_name(unit.name),
+                parameter=blueprint.specs[event.unit][event.flat].names[event.index][0],
+                cure="name the method that is called instead of forward: forward_methods=(...); or call the module",
+            )
+
+
 def made_up_step(blueprint: Blueprint) -> FakeStep:
     """Every unit once, in ``named_modules`` order inside the root, and back: what is known without inputs."""
     below = range(1, len(blueprint.specs))
@@ -197,6 +203,9 @@ def made_up_step(blueprint: Blueprint) -> FakeStep:
         if unit:
             events += _made_up_gradients(unit, blueprint.specs[unit])
     events += _made_up_gradients(0, blueprint.specs[0])
+    for index, spec in enumerate(blueprint.ignored):
+        if spec.parameter.requires_grad:
+            events.append(_made_up_gradient(IGNORED, 0, index, spec.parameter.numel() * spec.parameter.itemsize))
     events.append(StepEvent(STOP))
     return FakeStep(tuple(events), was_run=False)
 
@@ -205,12 +214,13 @@ def _made_up_gradients(unit: int, specs: list[FlatSpec]) -> list[StepEvent]:
     events = []
     for flat, spec in enumerate(specs):
         for index, parameter in enumerate(spec.parameters if spec.trainable else ()):
-            size = parameter.numel() * spec.compute_dtype.itemsize
-            # The gradient itself is alive while it is copied.
-            events.append(
-                StepEvent(GRADIENT, unit, flat=flat, index=index, bytes=size, live_bytes=size, peak_bytes=size)
-            )
+            events.append(_made_up_gradient(unit, flat, index, parameter.numel() * spec.compute_dtype.itemsize))
     return events
+
+
+def _made_up_gradient(unit: int, flat: int, index: int, size: int) -> StepEvent:
+    # The gradient itself is alive while it is copied.
+    return StepEvent(GRADIENT, unit, flat=flat, index=index, bytes=size, live_bytes=size, peak_bytes=size)
 
 
 # ---------------------------------------------------------------------------------------------------------- recording
@@ -318,8 +328,22 @@ class _Watched:
         return self.__dict__["_fsdp_watch"].run(super().__call__, args, kwargs)
 
 
+def _entry_point(cls: type, name: str) -> Any:
+    original = getattr(cls, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_fsdp_watch"].run(functools.partial(original, self), args, kwargs)
+
+    return method
+
+
 def _prepare(
-    model: nn.Module, blueprint: Blueprint, precision: Precision, recorder: _Recorder, mode: FakeTensorMode
+    model: nn.Module,
+    blueprint: Blueprint,
+    precision: Precision,
+    recorder: _Recorder,
+    mode: FakeTensorMode,
+    methods: tuple[str, ...],
 ) -> None:
     """Weights and buffers in the dtypes that forward sees, and a watch around every unit and on every gradient."""
     _, outermost = kept_modules(model, precision)
@@ -346,7 +370,9 @@ def _prepare(
                 spec.parameter.register_post_accumulate_grad_hook(_gradient_hook(recorder, IGNORED, 0, index))
     for position, unit in enumerate(blueprint.partition.units):
         cls = type(unit.module)
-        unit.module.__class__ = type(cls.__name__, (_Watched, cls), {"__module__": cls.__module__, "__slots__": ()})
+        namespace = {name: _entry_point(cls, name) for name in methods if callable(getattr(cls, name, None))}
+        namespace |= {"__module__": cls.__module__, "__slots__": ()}
+        unit.module.__class__ = type(cls.__name__, (_Watched, cls), namespace)
         unit.module.__dict__["_fsdp_watch"] = _Watch(recorder, position, precision)
 
 
@@ -380,11 +406,14 @@ def _caster(dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.Tensor]
 def _undisturbed() -> Iterator[None]:
     """Compiled blocks run as they are written: what a compiler saves is not known beforehand. Garbage waits."""
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
-    collects = gc.isenabled()
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level, collects = log.level, gc.isenabled()
+    log.setLevel(logging.CRITICAL)  # what fails is raised, and need not be printed as well
     gc.disable()  # thousands of short-lived fakes make it run all the time
     try:
         with eager:
             yield
     finally:
+        log.setLevel(level)
         if collects:
             gc.enable()

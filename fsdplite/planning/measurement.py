@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ConfigError
 from ..events import format_bytes
+from ..fsdp_unit import state_of
 from ..inspect import trace, units
 from ..parameter import engine_access
 
@@ -92,6 +93,16 @@ def compare(plan: Plan, model: nn.Module, step: Callable[[], Any] | None, warm_u
             found=f"units {sorted(found)[:20]}",
             cure="plan and wrap with the same policy",
         )
+    groups, setup = state_of(units(model)[0].module).groups, plan.question.setup
+    stages = plan.question.stage, units(model)[0].stage
+    planned, wrapped = (setup.replicate_size, setup.shard_size), (groups.replicate_size, groups.shard_size)
+    if planned != wrapped or stages[0] != stages[1]:
+        raise ConfigError(
+            "the model is not wrapped as it was planned",
+            expected=f"stage {stages[0]}, (replicas, shards) {planned}",
+            found=f"stage {stages[1]}, (replicas, shards) {wrapped}",
+            cure="plan.but(stage=..., mesh=(replicas, shards))",
+        )
     with engine_access():
         shards = sum(flat.shard.numel() * flat.shard.element_size() for info in found.values() for flat in info.flats)
     full = sum(flat.full_bytes for info in found.values() for flat in info.flats)
@@ -123,6 +134,8 @@ def _measure(model: nn.Module, step: Callable[[], Any], warm_up: int) -> tuple[i
             step()
         return torch.cuda.max_memory_allocated(device.device), events.events[-1].time_ms, events.events
     with _Counted() as counted:
+        with engine_access():  # also what no operator of the step touches: a unit that is not used
+            counted.touch([*model.parameters(), *model.buffers()])
         for _ in range(warm_up):
             step()
         counted.peak = counted.live()
@@ -145,18 +158,19 @@ class _Counted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for values in (args, tuple((kwargs or {}).values()), result):
-            self._touch(values)
+            self.touch(values)
         self.peak = max(self.peak, self.live())
         return result
 
-    def _touch(self, values: Any) -> None:
-        if isinstance(values, torch.Tensor):
+    def touch(self, values: Any) -> None:
+        """Count the storages of these tensors from here on."""
+        if isinstance(values, torch.Tensor) and values.layout is torch.strided:
             storage = torch.Tensor.untyped_storage(values)  # on the base class: slices hide their storage
             if storage._cdata not in self._storages:
                 self._storages[storage._cdata] = StorageWeakRef(storage)
         elif isinstance(values, (tuple, list)):
             for value in values:
-                self._touch(value)
+                self.touch(value)
 
     def live(self) -> int:
         """Bytes alive now."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, did_you_mean
 from ..optimizer_hooks import WHOLE_TENSOR_OPTIMIZERS
 from .live_bytes import LiveBytes
 
@@ -52,33 +52,41 @@ def resolve_optimizer(optimizer: Any, device: str) -> tuple[str, Any]:
         known = {
             name.lower(): value
             for name, value in vars(torch.optim).items()
-            if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+            if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
         }
+        usable = sorted(known.keys() - {refused.lower() for refused in WHOLE_TENSOR_OPTIMIZERS})
         if optimizer.lower() not in known:
             raise ConfigError(
                 "there is no such optimizer",
-                expected=f"a class, a function from parameters to an optimizer, or one of {', '.join(sorted(known))}",
-                found=repr(optimizer),
+                expected=f"a class, a function from parameters to an optimizer, or one of {', '.join(usable)}",
+                found=repr(optimizer) + did_you_mean(optimizer.lower(), usable),
             )
         optimizer = known[optimizer.lower()]
     if not callable(optimizer):
+        is_made = isinstance(optimizer, torch.optim.Optimizer)
+        found = type(optimizer).__name__
         raise ConfigError(
             "optimizer is not something that makes one",
             expected="a class, a name in torch.optim, a function from parameters to an optimizer, or None",
-            found=repr(optimizer),
+            found=f"an {found} that is made already" if is_made else repr(optimizer),
+            cure=f"lambda parameters: torch.optim.{found}(parameters, ...)" if is_made else None,
         )
-    name = getattr(optimizer, "__name__", type(optimizer).__name__)
+    name = getattr(optimizer, "__name__", None) or getattr(getattr(optimizer, "func", None), "__name__", "a function")
     if isinstance(optimizer, type):
-        refused = {cls.__name__ for cls in optimizer.__mro__} & WHOLE_TENSOR_OPTIMIZERS
-        if refused:
-            raise ConfigError(
-                f"{sorted(refused)[0]} reads whole tensors, and each rank holds slices",
-                cure="plan with an element-wise optimizer (SGD, Adam, AdamW, ...)",
-            )
+        _refuse_whole_tensors(optimizer)
         if device == "cuda" and "foreach" in inspect.signature(optimizer).parameters:
             cls = optimizer
             return name, lambda parameters: cls(parameters, foreach=True)
     return name, optimizer
+
+
+def _refuse_whole_tensors(cls: type) -> None:
+    refused = {base.__name__ for base in cls.__mro__} & WHOLE_TENSOR_OPTIMIZERS
+    if refused:
+        raise ConfigError(
+            f"{sorted(refused)[0]} reads whole tensors, and each rank holds slices",
+            cure="plan with an element-wise optimizer (SGD, Adam, AdamW, ...)",
+        )
 
 
 def measure_optimizer(make: Any, dtype: torch.dtype) -> OptimizerCost:
@@ -115,13 +123,23 @@ def _two_steps(make: Any, dtype: torch.dtype, count: int) -> _Steps:
         parameters = [nn.Parameter(torch.zeros(_NUMEL, dtype=dtype)) for _ in range(count)]
         for parameter in parameters:
             parameter.grad = torch.zeros(_NUMEL, dtype=dtype)
-    optimizer = make(parameters)
     live = LiveBytes()
-    with live:
-        optimizer.step()
-        live.take()
-        before = live.live
-        optimizer.step()
+    try:
+        optimizer = make(parameters)
+        _refuse_whole_tensors(type(optimizer))
+        with live:
+            optimizer.step()
+            live.take()
+            before = live.live
+            optimizer.step()
+    except ConfigError:
+        raise
+    except Exception as failure:
+        raise ConfigError(
+            "the optimizer cannot be tried on small tensors",
+            found=f"{type(failure).__name__}: {failure}",
+            cure="optimizer= is a class that needs nothing but parameters, or a function from parameters to an optimizer",
+        ) from failure
     peak, _, traffic, operators = live.take()
     state = [value for value in optimizer.state.get(parameters[0], {}).values() if isinstance(value, torch.Tensor)]
     elementwise = sum(value.numel() * value.element_size() for value in state if value.numel() == _NUMEL)

@@ -16,7 +16,7 @@ from .measurement import Comparison, compare
 from .memory import PHASES, Peak
 from .optimizer_cost import measure_optimizer, resolve_optimizer
 from .page import as_page
-from .question import Question, ask
+from .question import Question, ask, ask_again
 from .replay import Replay
 from .report import as_dict, as_table
 from .traffic import Task, Traffic
@@ -112,8 +112,12 @@ class Plan:
         return sum(unit.padding_numel for unit in self.units)
 
     def but(self, **changes: Any) -> Plan:
-        """The plan for the same model with options changed; a fake step is run again only if it has to be."""
-        return answer(self.question.but(**changes))
+        """The plan for the same model with options changed; a fake step is run again only if it has to be.
+
+        Raises:
+            ConfigError, UnknownOptionError: As :func:`plan` does.
+        """
+        return answer(ask_again(self.question, changes))
 
     @staticmethod
     def answer(question: Question) -> Plan:
@@ -172,7 +176,8 @@ def plan(model: Any, *, world_size: int | None = None, **options: Any) -> Plan:
             which is called under the meta device and may return ``(module, make_batch)`` or
             ``(module, make_batch, loss_of)`` as for ``fsdplite parity``.
         world_size: Number of ranks; may be left out if ``mesh`` is given.
-        stage, policy, precision, recompute, prefetch, reshard_after_forward, ignored: As for ``fsdp_wrap``.
+        stage, policy, precision, recompute, prefetch, reshard_after_forward, ignored, forward_methods: As for
+            ``fsdp_wrap``.
         optimizer: A class, the name of one in ``torch.optim``, a function from parameters to an optimizer, or None.
         offload: None, or an ``Offload``. Host memory and disk are counted apart from the device, except on a CPU.
         mesh: ``(replicas, shards)`` or a ``DeviceMesh``; None: one replica.

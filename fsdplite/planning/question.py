@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,17 +12,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import ConfigError, UnknownOptionError, did_you_mean
 from ..offload.options import Offload, as_offload
-from ..policy import as_policy
+from ..module_tree import checked_ignored, checked_methods
+from ..policy import Policy, as_policy
 from ..precision import Precision, as_precision
 from ..recompute.matching import recompute_matching
 from ..recompute.plan import as_segmented
 from ..stage import stage_of
 from ..structure import arguments, tensors_in
 from .blueprint import Blueprint, draw
-from .fake_step import FakeStep, fake_copy, made_up_step, run_step
+from .fake_copy import fake_copy
+from .fake_step import FakeStep, made_up_step, run_step
+from .optimizer_cost import resolve_optimizer
 from .setup import Setup
 
-__all__ = ["Question", "ask"]
+__all__ = ["DEFAULTS", "Question", "ask", "ask_again"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Question:
     world_size: int
     mesh: tuple[int, int]
     stage: int
-    policy: Any
+    policy: Policy | None
     precision: Precision
     optimizer: Any
     recompute: Any
@@ -50,6 +53,7 @@ class Question:
     prefetch: int
     reshard_after_forward: bool | None
     ignored: tuple[str, ...]
+    forward_methods: tuple[str, ...]
     microbatches: int
     no_sync: bool
     device: str
@@ -85,29 +89,38 @@ class Question:
 
     def run(self) -> tuple[Blueprint, FakeStep]:
         """Units, and what the plain model does in one microbatch: run on fake tensors if there is a batch."""
-        key = (str(self.policy), self.precision.describe(), str(self.recompute), self.ignored)
+        policy = self._told_policy()
+        key = (policy, self.precision, self.recompute, self.ignored, self.forward_methods)
         if key not in self.steps:
-            self.steps[key] = self._run()
+            self.steps[key] = self._run(policy)
         return self.steps[key]
 
-    def _run(self) -> tuple[Blueprint, FakeStep]:
+    def _told_policy(self) -> Policy | None:
+        names = ("mesh", "stage", "precision", "optimizer", "offload", "microbatches", "no_sync", "device", "loss_of",
+                 "forward_methods")  # fmt: skip
+        told = {name: getattr(self, name) for name in names}
+        return None if self.policy is None else self.policy.knowing(**told, inputs=self.batch)
+
+    def _run(self, policy: Policy | None) -> tuple[Blueprint, FakeStep]:
         twin = fake_copy(self.model, self.mode)
         segments = as_segmented(self.recompute)
         if self.recompute is not None and segments is None:
             recompute_matching(twin, self.recompute)
         modules, parameters = dict(twin.named_modules()), dict(twin.named_parameters(remove_duplicate=False))
         ignored = [modules[name] if name in modules else parameters[name] for name in self.ignored]
-        blueprint = draw(twin, self.policy, self.precision, ignored)
+        blueprint = draw(twin, policy, self.precision, ignored, self.forward_methods)
         if self.batch is None:
             return blueprint, made_up_step(blueprint)
         args, kwargs = self.batch
-        return blueprint, run_step(twin, blueprint, self.precision, args, kwargs, self.loss_of, self.mode, segments)
+        return blueprint, run_step(
+            twin, blueprint, self.precision, args, kwargs, self.loss_of, self.mode, segments, self.forward_methods
+        )
 
 
-_DEFAULTS = {
+DEFAULTS = {
     "stage": 3, "policy": None, "precision": None, "optimizer": "AdamW", "recompute": None, "offload": None,
     "mesh": None, "inputs": None, "loss_of": None, "prefetch": 1, "reshard_after_forward": None, "ignored": (),
-    "microbatches": 1, "no_sync": False, "device": "cuda", "rank": 0,
+    "forward_methods": (), "microbatches": 1, "no_sync": False, "device": "cuda", "rank": 0,
 }  # fmt: skip
 
 
@@ -117,24 +130,11 @@ def ask(model: Any, world_size: int | None, options: dict[str, Any]) -> Question
     Raises:
         ConfigError, UnknownOptionError: An option cannot be used; says what can.
     """
-    for name in options:
-        if name not in _DEFAULTS:
-            raise UnknownOptionError(
-                "a plan has no such option",
-                expected=", ".join(_DEFAULTS),
-                found=f"{name!r}" + did_you_mean(name, _DEFAULTS),
-            )
-    chosen = {**_DEFAULTS, **options}
-    for name, least in (("prefetch", 0), ("microbatches", 1), ("rank", 0)):
-        if isinstance(chosen[name], bool) or not isinstance(chosen[name], int) or chosen[name] < least:
-            raise ConfigError(f"{name} is a number", expected=f"an int >= {least}", found=repr(chosen[name]))
-    if chosen["device"] not in ("cuda", "cpu"):
-        raise ConfigError("a plan is for a kind of device", expected="'cuda' or 'cpu'", found=repr(chosen["device"]))
-    offload = as_offload(chosen["offload"], stage_of(chosen["stage"]))
+    _refuse_unknown(options, DEFAULTS)
+    chosen = {**DEFAULTS, **options}
     mesh = _mesh(world_size, chosen["mesh"])
     size = mesh[0] * mesh[1]
-    if chosen["rank"] >= size:
-        raise ConfigError("there is no such rank", expected=f"one of 0 to {size - 1}", found=chosen["rank"])
+    checked = _checked(chosen, size)
     built, batch, loss_of = _build(model, size)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     if chosen["inputs"] is not None:
@@ -146,31 +146,94 @@ def ask(model: Any, world_size: int | None, options: dict[str, Any]) -> Question
         loss_of=chosen["loss_of"] or loss_of or default_loss,
         world_size=size,
         mesh=mesh,
-        stage=chosen["stage"],
-        policy=as_policy(chosen["policy"]),
-        precision=as_precision(chosen["precision"]),
-        optimizer=chosen["optimizer"],
-        recompute=chosen["recompute"],
-        offload=offload,
-        prefetch=chosen["prefetch"],
-        reshard_after_forward=chosen["reshard_after_forward"],
         ignored=_names_of(built, chosen["ignored"]),
-        microbatches=chosen["microbatches"],
-        no_sync=bool(chosen["no_sync"]),
-        device=chosen["device"],
+        forward_methods=checked_methods(built, chosen["forward_methods"]),
         transport_copies=chosen["device"] == "cpu",
-        rank=chosen["rank"],
+        **checked,
     )
+
+
+def ask_again(question: Question, changes: dict[str, Any]) -> Question:
+    """The same question with options of a plan changed.
+
+    Raises:
+        ConfigError, UnknownOptionError: As :func:`ask` does.
+    """
+    changeable = [name for name in DEFAULTS if name not in ("ignored", "forward_methods")]
+    _refuse_unknown(changes, ["world_size", *changeable])
+    changes = dict(changes)
+    mesh = question.mesh
+    if "world_size" in changes or "mesh" in changes:
+        size, given = changes.pop("world_size", None), changes.pop("mesh", None)
+        if given is None and mesh[0] > 1:
+            raise ConfigError(
+                "the plan has replicas, so a number of ranks does not say how they are divided",
+                found=f"mesh={mesh}",
+                cure="give mesh=(replicas, shards)",
+            )
+        mesh = _mesh(size, given)
+    size = mesh[0] * mesh[1]
+    present = {name: getattr(question, name) for name in _CHECKED}
+    found: dict[str, Any] = {"mesh": mesh, "world_size": size, **_checked(present | changes, size)}
+    if "device" in changes:
+        found["transport_copies"] = changes["device"] == "cpu"
+    if "inputs" in changes:
+        found["batch"] = None if changes["inputs"] is None else arguments(changes["inputs"])
+    if "loss_of" in changes:
+        found["loss_of"] = changes["loss_of"] or default_loss
+    if "inputs" in changes or "loss_of" in changes:
+        found["steps"] = {}
+    return question.but(**found)
+
+
+def _refuse_unknown(options: dict[str, Any], known: Iterable[str]) -> None:
+    for name in options:
+        if name not in known:
+            raise UnknownOptionError(
+                "a plan has no such option",
+                expected=", ".join(known),
+                found=f"{name!r}" + did_you_mean(name, known),
+            )
+
+
+_CHECKED = ("stage", "policy", "precision", "optimizer", "recompute", "offload", "prefetch", "reshard_after_forward",
+            "microbatches", "no_sync", "device", "rank")  # fmt: skip
+
+
+def _checked(chosen: dict[str, Any], size: int) -> dict[str, Any]:
+    """The options that do not depend on the model, as a question holds them."""
+    for name, least in (("prefetch", 0), ("microbatches", 1), ("rank", 0)):
+        if isinstance(chosen[name], bool) or not isinstance(chosen[name], int) or chosen[name] < least:
+            raise ConfigError(f"{name} is a number", expected=f"an int >= {least}", found=repr(chosen[name]))
+    if chosen["device"] not in ("cuda", "cpu"):
+        raise ConfigError("a plan is for a kind of device", expected="'cuda' or 'cpu'", found=repr(chosen["device"]))
+    if chosen["rank"] >= size:
+        raise ConfigError("there is no such rank", expected=f"one of 0 to {size - 1}", found=chosen["rank"])
+    for name, known in (("reshard_after_forward", (None, True, False)), ("no_sync", (True, False))):
+        if not any(chosen[name] is value for value in known):
+            raise ConfigError(f"{name} takes {', '.join(map(str, known))}", found=repr(chosen[name]))
+    offload = as_offload(chosen["offload"], stage_of(chosen["stage"]))
+    resolve_optimizer(chosen["optimizer"], chosen["device"])
+    recompute = chosen["recompute"]
+    if recompute is not None and as_segmented(recompute) is None and not isinstance(recompute, Policy):
+        raise ConfigError(
+            "recompute takes a wrap policy, a word or a budget",
+            expected='by_class("Block"), "sqrt", or fsdp.recompute_within("2GiB")',
+            found=repr(recompute),
+        )
+    policy, precision = as_policy(chosen["policy"]), as_precision(chosen["precision"])
+    converted = {"policy": policy, "precision": precision, "offload": offload}
+    return {name: chosen[name] for name in _CHECKED} | converted
 
 
 def _mesh(world_size: Any, mesh: Any) -> tuple[int, int]:
     """(replicas, shards) from a number of ranks and an optional (replicas, shards) or DeviceMesh."""
     if mesh is not None:
-        shape = tuple(int(n) for n in (mesh.mesh.shape if hasattr(mesh, "mesh") else mesh))
-        if len(shape) == 1:
-            shape = (1, *shape)
-        if len(shape) != 2 or min(shape) < 1:
+        shape = mesh.mesh.shape if hasattr(mesh, "mesh") else mesh
+        is_shape = isinstance(shape, (tuple, list)) and all(type(n) is int and n > 0 for n in shape)
+        if not is_shape or len(shape) not in (1, 2):
             raise ConfigError("mesh is not a shape", expected="(replicas, shards), or a DeviceMesh", found=repr(mesh))
+        shape = tuple(shape) if len(shape) == 2 else (1, *shape)
         if world_size not in (None, shape[0] * shape[1]):
             raise ConfigError("mesh and world_size disagree", expected=f"{world_size} ranks", found=f"mesh {shape}")
         return shape
@@ -211,9 +274,14 @@ def _build(model: Any, world_size: int) -> tuple[nn.Module, tuple[tuple, dict] |
 def _names_of(model: nn.Module, ignored: Any) -> tuple[str, ...]:
     names = {id(module): name for name, module in model.named_modules()}
     names |= {id(parameter): name for name, parameter in model.named_parameters()}
+    ignored = checked_ignored(ignored)
     for entry in ignored:
         if id(entry) not in names:
-            raise ConfigError("ignored names something that is not in the model", found=type(entry).__name__)
+            raise ConfigError(
+                "ignored holds something that is not in the model",
+                found=type(entry).__name__,
+                cure="take it from the model itself; pass that model, not a function that builds another",
+            )
     return tuple(names[id(entry)] for entry in ignored)
 
 
@@ -227,5 +295,6 @@ def default_loss(model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         return loss
     found = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() and tensor.requires_grad]
     if not found:
-        raise ConfigError("no output of the model needs a gradient", cure="pass loss_of=")
+        cure = "pass loss_of=; or, if nothing trains, leave inputs out"
+        raise ConfigError("no output of the model needs a gradient", cure=cure)
     return torch.stack([tensor.float().square().mean() for tensor in found]).sum()

@@ -132,7 +132,7 @@ def run_plan(args: argparse.Namespace, shape: Any, tokens: Tensor) -> dict[str, 
         recompute=by_block, optimizer="SGD", inputs=tokens, device="cpu",
     )  # fmt: skip
     # The engine takes fake tensors for those of a CPU, and a fake group copies nothing.
-    without = plan.but(transport_copies=False)
+    without = plan.answer(plan.question.but(transport_copies=False))
     layout = [
         (unit.name, flat.layout.numel, flat.layout.padded_numel, flat.layout.shard_numel)
         for unit in plan.units for flat in unit.flats

@@ -25,5 +25,6 @@ def test_the_snippets_of_the_guide_run() -> None:
         names["model"] = build()
         if "compare" in code:  # wrapped as planned
             fsdp.fsdp_wrap(names["model"], fsdp.by_class(Block), precision="bf16")
+            names["plan"] = names["plan"].but(world_size=1)
             names["train_one_step"] = lambda: names["model"](tokens).backward()
         exec(compile(code, str(GUIDE), "exec"), names)
