@@ -130,9 +130,11 @@ def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
         topology: Rates and links; None: eight H100 a node with 400 Gb/s each.
 
     Returns:
-        A :class:`Timeline`. For another number of ranks simulate ``plan.but(world_size=n, mesh=(1, n))``.
+        A :class:`Timeline`. For another number of ranks simulate ``plan.but(world_size=n)``.
     """
     topology = Topology() if topology is None else topology
+    if not isinstance(plan, Plan):
+        raise ConfigError("simulate takes a plan", expected="what fsdp.plan returned", found=type(plan).__name__)
     if not isinstance(topology, Topology):
         raise ConfigError("simulate takes a topology", expected="fsdp.Topology(...)", found=type(topology).__name__)
     clock = _Clock(plan, topology)
@@ -147,7 +149,7 @@ class _Clock:
     def __init__(self, plan: Plan, topology: Topology) -> None:
         setup = plan.question.setup
         self.topology = topology
-        self.shard_size = setup.shard_size
+        self.shard_size, self.size = setup.shard_size, setup.size
         self.slowest = topology.slowest(setup.size)
         self.now = 0.0  # of the computation, which issues everything
         self.free = {SHARD: 0.0, REPLICA: 0.0}
@@ -179,9 +181,10 @@ class _Clock:
             self.now = until
 
     def _start(self, task: Any) -> None:
-        between = task.kind == "all_reduce" and self.shard_size > 1
+        between = self.shard_size > 1 and task.kind == "all_reduce" and task.ranks < self.size
         lane = REPLICA if between else SHARD
-        seconds = self.topology.collective_s(task.kind, task.bytes, task.ranks, self.shard_size if between else 1)
+        stride = self.shard_size if between else 1
+        seconds = self.topology.collective_s(task.kind, task.bytes, task.ranks, stride, self.size // task.ranks)
         start = max(self.now, self.free[lane])
         stop = start + seconds
         self.spans.append(Span(lane, task.kind, task.unit, task.phase, start, stop, task.bytes))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from math import ceil, inf, log, log2, sqrt
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,10 @@ if TYPE_CHECKING:
     from .prediction import Plan
 
 __all__ = ["Link", "Topology"]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,8 @@ class Link:
     latency: float
 
     def __post_init__(self) -> None:
-        if not self.bandwidth > 0 or self.latency < 0:
+        numbers = _is_number(self.bandwidth) and _is_number(self.latency)
+        if not (numbers and self.bandwidth > 0 and self.latency >= 0):
             raise ConfigError("a link has a bandwidth and a latency", expected="> 0 and >= 0", found=repr(self))
 
 
@@ -71,9 +78,19 @@ class Topology:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            positive = field.name in ("ranks_per_node", "flops", "memory_bandwidth", "first_touch")
-            if isinstance(value, (int, float)) and (value < 0 or (positive and not value > 0)):
-                raise ConfigError(f"Topology.{field.name} cannot be {value!r}", expected="> 0" if positive else ">= 0")
+            expected = "a number >= 0"
+            if field.name in ("intra", "inter"):
+                expected, fits = "a Link(bandwidth, latency)", isinstance(value, Link)
+            elif field.name == "overlaps":
+                expected, fits = "True or False", isinstance(value, bool)
+            elif field.name == "ranks_per_node":
+                expected, fits = "an int > 0", type(value) is int and value > 0
+            elif field.name in ("flops", "memory_bandwidth", "first_touch"):
+                expected, fits = "a number > 0", _is_number(value) and value > 0
+            else:
+                fits = _is_number(value) and value >= 0
+            if not fits:
+                raise ConfigError(f"Topology.{field.name} cannot be {value!r}", expected=expected)
 
     def compute_s(self, flops: float, moved_bytes: float, operators: int) -> float:
         """Time of some operators: arithmetic or memory, whichever takes longer, and no less than their launches."""
@@ -105,8 +122,8 @@ class Topology:
         """How much longer the slowest of some ranks takes, as a factor."""
         return 1 + self.straggler + self.jitter * (sqrt(2 * log(ranks)) if ranks > 1 else 0.0)
 
-    def collective_s(self, kind: str, full_bytes: float, ranks: int, stride: int = 1) -> float:
-        """Time of a collective over a group.
+    def collective_s(self, kind: str, full_bytes: float, ranks: int, stride: int = 1, groups: int = 1) -> float:
+        """Time of a collective that groups of ranks run side by side: that of the group whose ranks lie worst.
 
         Every byte of the full side enters each node once, through the cards of the group's ranks there, and each rank
         once, within the node; an all-reduce does both twice. Latency is that of a ring within a node and, between
@@ -117,20 +134,35 @@ class Topology:
             full_bytes: Of the full side.
             ranks: Members of the group.
             stride: Distance between them: 1 for neighbours, the number of shards for replicas.
+            groups: How many such groups there are.
         """
         if ranks < 2:
             return 0.0
-        in_node = min(ranks, max(1, self.ranks_per_node // stride))
-        nodes = ceil(ranks / in_node)
-        seconds = self.launch_s
-        if in_node > 1:
-            within = full_bytes * (ranks - 1) / ranks / self.intra.bandwidth
-            hops = (in_node - 1) * self.intra.latency
-        else:
-            within = hops = 0.0
-        between = 0.0
-        if nodes > 1:
-            between = full_bytes * (nodes - 1) / nodes / (in_node * self.inter.bandwidth)
-            hops += min(nodes - 1, 2 * ceil(log2(nodes))) * self.inter.latency
         passes = {"all_reduce": 2.0, "reduce_scatter": self.scatter_passes}.get(kind, 1.0)
-        return seconds + passes * (max(within, between) + hops)
+        worst = max(
+            self._once_s(full_bytes, ranks, placement)
+            for placement in _placements(ranks, stride, groups, self.ranks_per_node)
+        )
+        return self.launch_s + passes * worst
+
+    def _once_s(self, full_bytes: float, ranks: int, placement: tuple[int, int, int]) -> float:
+        """Time of moving every byte once, over a group placed like this."""
+        nodes, most, least = placement
+        hops = (most - 1) * self.intra.latency
+        within = full_bytes * (ranks - 1) / ranks / self.intra.bandwidth if most > 1 else 0.0
+        between = 0.0
+        if nodes > 1:  # the node with the fewest cards takes longest to get what it has not
+            between = full_bytes * (ranks - least) / ranks / (least * self.inter.bandwidth)
+            hops += min(nodes - 1, 2 * ceil(log2(nodes))) * self.inter.latency
+        return max(within, between) + hops
+
+
+@lru_cache(maxsize=1024)
+def _placements(ranks: int, stride: int, groups: int, ranks_per_node: int) -> frozenset[tuple[int, int, int]]:
+    """Of every group: nodes that it touches, and the most and the fewest of its ranks on one of them."""
+    found = set()
+    for group in range(groups):
+        first = group // stride * stride * ranks + group % stride
+        counts = Counter((first + stride * member) // ranks_per_node for member in range(ranks))
+        found.add((len(counts), max(counts.values()), min(counts.values())))
+    return frozenset(found)

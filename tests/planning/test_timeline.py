@@ -78,6 +78,27 @@ def test_links_between_nodes() -> None:
     assert wide.collective_s("all_reduce", UNIT, 4, stride=8) == pytest.approx(2 * UNIT * 3 / 4 / 1e6)
 
 
+def test_groups_that_nodes_do_not_hold_evenly() -> None:
+    """The node with the fewest ranks gets all the rest through as few cards; of several groups the worst counts."""
+    wide = only(inter=fsdp.Link(1e6, 0.0))
+    assert wide.collective_s("all_gather", UNIT, 9) == pytest.approx(UNIT * 8 / 9 / 1e6)
+    assert wide.collective_s("all_gather", UNIT, 12) == pytest.approx(UNIT * 8 / 12 / 4e6)
+    # Two groups of six on nodes of eight: the second has two ranks on one node and four on the next.
+    assert wide.collective_s("all_gather", UNIT, 6, groups=1) < 1e-20
+    assert wide.collective_s("all_gather", UNIT, 6, groups=2) == pytest.approx(UNIT * 4 / 6 / 2e6)
+    # Three replicas of four: 0, 4, 8 lie on two nodes, the third is alone.
+    assert wide.collective_s("all_reduce", UNIT, 3, stride=4, groups=4) == pytest.approx(2 * UNIT * 2 / 3 / 1e6)
+
+
+def test_averages_over_all_ranks_are_no_exchange_of_replicas() -> None:
+    """An ignored parameter of one node's ranks stays within the node."""
+    model = tower(2, WIDTH)
+    plan = fsdp.plan(model, world_size=8, ignored=[model.layers[1]], optimizer=None, inputs=torch.ones(ROWS, WIDTH))
+    timeline = fsdp.simulate(plan, only(intra=fsdp.Link(1e6, 0.0), inter=fsdp.Link(1.0, 0.0)))
+    (average,) = [span for span in timeline.spans if span.kind == "all_reduce"]
+    assert average.lane == "shard group" and average.duration_s == pytest.approx(2 * UNIT * 7 / 8 / 1e6)
+
+
 def test_hybrid_meshes_keep_gathers_inside_the_node() -> None:
     rates = only(inter=fsdp.Link(1e6, 0.0))
     flat = fsdp.simulate(plan_of(world_size=32), rates).step_s
@@ -114,10 +135,13 @@ def test_sixteen_thousand_ranks_and_text_and_json() -> None:
 
 
 def test_topologies_that_cannot_be() -> None:
-    for wrong in ({"flops": 0}, {"ranks_per_node": 0}, {"jitter": -1.0}):
+    nan = float("nan")
+    for wrong in ({"flops": 0}, {"ranks_per_node": 0}, {"jitter": -1.0}, {"ranks_per_node": 2.5}, {"flops": "4e14"},
+                  {"intra": 5e10}, {"overlaps": 1}, {"straggler": nan}):  # fmt: skip
         with pytest.raises(ConfigError):
             fsdp.Topology(**wrong)
-    with pytest.raises(ConfigError):
-        fsdp.Link(0, 1e-6)
+    for bandwidth, latency in ((0, 1e-6), (nan, 0.0), ("50GB", 0.0), (1e9, -1.0)):
+        with pytest.raises(ConfigError):
+            fsdp.Link(bandwidth, latency)
     with pytest.raises(ConfigError, match="Topology"):
         fsdp.simulate(plan_of(), 8)
