@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import CheckpointError, FSDPError
-from .failure import SharedFailure, failure_of, record_of
+from .failure import SharedFailure, failure_of, from_os_error, record_of
 from .world import World
 
 __all__ = ["Agreement"]
@@ -281,6 +281,7 @@ class Agreement:
 
     def _record(self, problem: BaseException) -> dict[str, Any]:
         rank = self.world.rank
+        what = f"rank {rank} failed to {self.phase} in {self.call}"
         if isinstance(problem, FSDPError):
             record = record_of(problem)
             if problem.rank is None and self.world.size > 1:
@@ -288,19 +289,10 @@ class Agreement:
                 record["rank"] = rank
             return record
         if isinstance(problem, OSError):
-            error = CheckpointError(
-                f"rank {rank} failed to {self.phase} in {self.call}: {problem.strerror or problem}",
-                rank=rank,
-                phase=self.phase,
-                path=str(problem.filename or self.path),
-                errno=problem.errno,
-            )
+            error = from_os_error(problem, what, phase=self.phase, path=self.path, rank=rank)
         else:
             error = CheckpointError(
-                f"rank {rank} failed to {self.phase} in {self.call}: {type(problem).__name__}: {problem}",
-                rank=rank,
-                phase=self.phase,
-                path=self.path,
+                f"{what}: {type(problem).__name__}: {problem}", rank=rank, phase=self.phase, path=self.path
             )
         return record_of(error)
 

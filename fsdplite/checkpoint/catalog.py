@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError, ConfigError
+from .failure import from_os_error
 from .manifest import MANIFEST, Manifest, decode, step_directory
 from .remote import file_system
 from .storage import FileSystem, is_url, read_all
@@ -107,12 +108,7 @@ def list_checkpoints(root: Any) -> list[CheckpointInfo]:
             cure="give the root that save_checkpoint was given",
         ) from None
     except OSError as problem:
-        raise CheckpointError(
-            f"the checkpoints here cannot be listed: {problem.strerror or problem}",
-            phase="find",
-            path=str(problem.filename or place),
-            errno=problem.errno,
-        ) from None
+        raise from_os_error(problem, "the checkpoints here cannot be listed", phase="find", path=place) from None
     return [CheckpointInfo(manifest.step, path, manifest.world_size, manifest.total_bytes) for path, manifest in found]
 
 

@@ -7,15 +7,16 @@ import os
 import secrets
 from typing import TYPE_CHECKING, Any, Iterator
 
-from ..errors import CheckpointError, ConfigError, did_you_mean
+from ..errors import ConfigError, did_you_mean
 from .catalog import load_manifest, make_directories, remove_tree, root_path
 from .dtypes import ITEMSIZE
+from .failure import from_os_error
 from .find import locate
 from .manifest import Manifest, TensorRecord, intersect
 from .reading import BUFFER_BYTES, RankFile, Request, refuse_damage
 from .remote import file_system
 from .safetensors_file import TensorSpec, build_header, lay_out
-from .storage import File, FileSystem, is_url, read_all, write_exactly
+from .storage import File, FileSystem, is_url, read_all, write_all, write_exactly
 
 if TYPE_CHECKING:
     import torch
@@ -63,12 +64,7 @@ def export_safetensors(
     try:
         return _export(source, target, wanted, max_shard_bytes)
     except OSError as problem:
-        raise CheckpointError(
-            f"the export failed: {problem.strerror or problem}",
-            phase="export",
-            path=str(problem.filename or target),
-            errno=problem.errno,
-        ) from problem
+        raise from_os_error(problem, "the export failed", phase="export", path=target) from problem
 
 
 def _wanted(dtype: Any) -> str:
@@ -199,12 +195,7 @@ def _write_shards(
         weight_map = {spec.name: name for name, specs in zip(names, shards) for spec in specs}
         total = sum(spec.size_bytes for specs in shards for spec in specs)
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode() + b"\n"
-        file = fs.create(os.path.join(working, INDEX))
-        try:
-            write_exactly(fs, file, 0, memoryview(text))
-            fs.flush(file)
-        finally:
-            fs.close(file)
+        write_all(fs, os.path.join(working, INDEX), text)
         names.append(INDEX)
     fs.flush_directory(working)
     return names

@@ -1,4 +1,4 @@
-"""Errors that all ranks raise: as a note that travels, and as the exception at its end."""
+"""Errors of the file system as ours, and errors that all ranks raise: as a note, and as the exception at its end."""
 
 from __future__ import annotations
 
@@ -7,9 +7,23 @@ from typing import Any
 from .. import errors
 from ..errors import CheckpointError, FSDPError
 
-__all__ = ["SharedFailure", "failure_of", "record_of"]
+__all__ = ["SharedFailure", "failure_of", "from_os_error", "record_of"]
 
 _ATTRIBUTES = ("problem", "rank", "phase", "path", "errno", "parameter", "unit")
+
+
+def from_os_error(
+    problem: OSError, what: str, *, phase: str, path: str | None, rank: int | None = None
+) -> CheckpointError:
+    """What the file system said, as an error of ours. ``path`` is where, unless it said that itself."""
+    where = problem.filename or path
+    return CheckpointError(
+        f"{what}: {problem.strerror or problem}",
+        rank=rank,
+        phase=phase,
+        path=None if where is None else str(where),
+        errno=problem.errno,
+    )
 
 
 class SharedFailure(Exception):

@@ -137,9 +137,11 @@ def parse_header(raw: bytes, file_bytes: int, path: str) -> Header:
     try:
         return _parse(raw, file_bytes)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as problem:
-        raise CheckpointError(
-            "this is not an intact safetensors file", found=f"{problem}", phase="read", path=path
-        ) from None
+        raise _not_intact(f"{problem}", path) from None
+
+
+def _not_intact(found: str, path: str) -> CheckpointError:
+    return CheckpointError("this is not an intact safetensors file", found=found, phase="read", path=path)
 
 
 def _parse(raw: bytes, file_bytes: int) -> Header:
@@ -205,18 +207,11 @@ def read_header(fs: FileSystem, file: File, *, expected: Any = None) -> Header:
         )
     prefix = bytearray(8)
     if size < 8:
-        raise CheckpointError(
-            "this is not an intact safetensors file", found=f"{size} bytes", phase="read", path=file.path
-        )
+        raise _not_intact(f"{size} bytes", file.path)
     read_exactly(fs, file, 0, memoryview(prefix))
     length = int.from_bytes(prefix, "little")
     if length > min(MAX_HEADER_BYTES, size - 8):
-        raise CheckpointError(
-            "this is not an intact safetensors file",
-            found=f"a header of {length} bytes in a file of {size}",
-            phase="read",
-            path=file.path,
-        )
+        raise _not_intact(f"a header of {length} bytes in a file of {size}", file.path)
     raw = bytearray(8 + length)
     raw[:8] = prefix
     read_exactly(fs, file, 8, memoryview(raw)[8:])

@@ -18,11 +18,11 @@ from . import catalog, snapshot
 from .agree import Agreement
 from .background import SaveHandle, Staging
 from .dtypes import ITEMSIZE
-from .failure import SharedFailure, failure_of
+from .failure import SharedFailure, failure_of, from_os_error
 from .manifest import LARGEST_STEP, MANIFEST, FileRecord, Manifest, decode, encode, rank_file, step_directory
 from .remote import file_system
 from .snapshot import Snapshot
-from .storage import FileSystem, write_exactly
+from .storage import FileSystem, write_all
 from .world import World, world_of
 from .writer import Part, Written, write_rank_file
 
@@ -303,15 +303,9 @@ class _Save:
         return records
 
     def _write_manifest(self, staging: str, data: bytes) -> None:
-        fs, agreement = self._fs, self._agreement
-        agreement.poll(now=True)
-        file = fs.create(os.path.join(staging, MANIFEST))
-        try:
-            write_exactly(fs, file, 0, memoryview(data))
-            fs.flush(file)
-        finally:
-            fs.close(file)
-        fs.flush_directory(staging)
+        self._agreement.poll(now=True)
+        write_all(self._fs, os.path.join(staging, MANIFEST), data)
+        self._fs.flush_directory(staging)
 
     def _check_whole(self, path: str, manifest: Manifest) -> None:
         """Nobody has taken away what was written."""
@@ -354,14 +348,9 @@ class _Save:
             if self._keep is not None:
                 catalog.retain(fs, self._root, self._keep, self._step, manifest.run_id)
         except OSError as problem:
-            raise CheckpointError(
-                f"step {self._step} is published, and rank {self._world.rank} then failed to {agreement.phase}: "
-                f"{problem.strerror or problem}",
-                rank=self._world.rank,
-                phase=agreement.phase,
-                path=str(problem.filename or self._root),
-                errno=problem.errno,
-            ) from problem
+            rank, phase = self._world.rank, agreement.phase
+            what = f"step {self._step} is published, and rank {rank} then failed to {phase}"
+            raise from_os_error(problem, what, phase=phase, path=self._root, rank=rank) from problem
 
 
 def _check_options(options: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["File", "FileSystem", "current", "is_url", "read_all", "read_exactly", "using", "write_exactly"]
+__all__ = ["File", "FileSystem", "current", "is_url", "read_all", "read_exactly", "using", "write_all", "write_exactly"]
 
 
 @dataclass(eq=False)
@@ -110,10 +110,6 @@ class FileSystem:
     def is_link(self, path: str) -> bool:
         """Whether a name is a symbolic link, so that what is in it belongs elsewhere."""
         return os.path.islink(path)
-
-    def is_directory(self, path: str) -> bool:
-        """Whether a name is a directory, and not a link to one."""
-        return os.path.isdir(path) and not os.path.islink(path)
 
     def is_directory(self, path: str) -> bool:
         """Whether a name is a directory, and not a link to one."""
@@ -230,6 +226,16 @@ def write_exactly(fs: FileSystem, file: File, offset: int, data: memoryview) -> 
         done += count
     if len(data) and not fs.is_remote and fs.size(file.path) < offset + len(data):
         raise OSError(errno.EIO, "a write stored less than it said", file.path)
+
+
+def write_all(fs: FileSystem, path: str, data: bytes) -> None:
+    """A whole new small file, durable."""
+    file = fs.create(path)
+    try:
+        write_exactly(fs, file, 0, memoryview(data))
+        fs.flush(file)
+    finally:
+        fs.close(file)
 
 
 def read_exactly(fs: FileSystem, file: File, offset: int, into: memoryview) -> None:
