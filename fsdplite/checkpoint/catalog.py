@@ -6,9 +6,11 @@ file that it lists, with the listed size. Nothing points to the latest one: it i
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +37,7 @@ __all__ = [
     "retire",
     "root_path",
     "staging_directory",
+    "unused",
 ]
 
 PUBLISHED = re.compile(r"step-(0|[1-9][0-9]*)")
@@ -276,10 +279,17 @@ def _clean_working(fs: FileSystem, path: str, final: str, purpose: str) -> None:
     if purpose == "replaced" and not _exists(fs, final):
         fs.rename(path, final)
         return
-    with fs.held(path) as is_free:
+    with unused(fs, path):
+        remove_tree(fs, path)
+
+
+@contextlib.contextmanager
+def unused(fs: FileSystem, path: str) -> Iterator[None]:
+    """Hold a save's working directory. ``OSError`` with EBUSY while a process of this machine writes it."""
+    with contextlib.nullcontext(True) if fs.is_remote else fs.held(path) as is_free:
         if not is_free:
             raise OSError(errno.EBUSY, "another save is writing it; a root belongs to one job at a time", path)
-        remove_tree(fs, path)
+        yield
 
 
 def _clean_remote(fs: FileSystem, path: str) -> None:

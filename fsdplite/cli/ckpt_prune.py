@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import secrets
 import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..checkpoint.catalog import RANK_FILE, load_manifest, remove_tree, retire
+from ..checkpoint.catalog import RANK_FILE, load_manifest, remove_tree, retire, unused
 from ..checkpoint.manifest import MANIFEST, rank_file
 from ..checkpoint.storage import FileSystem
 from ..errors import CheckpointError
@@ -122,7 +123,8 @@ def _plan_leftover(fs: FileSystem, entry: Entry, idle_minutes: int) -> _Plan:
     try:
         why = _untouchable(fs, entry.path, None)
         if why is None:
-            minutes = (time.time() - _newest_change_s(fs, entry.path)) / 60
+            with unused(fs, entry.path):
+                minutes = (time.time() - _newest_change_s(fs, entry.path)) / 60
             if minutes < idle_minutes:
                 why = f"may be in use: it changed {max(minutes, 0):.0f} minutes ago"
     except OSError as problem:
@@ -152,8 +154,15 @@ def _remove(fs: FileSystem, root: str, plans: list[_Plan]) -> tuple[list[_Plan],
             if entry.state == "published" and not _unchanged(fs, entry):
                 result[index] = replace(plan, action="spare", why="was replaced or removed meanwhile")
                 continue
-            if entry.state == "leftover" and entry.name.endswith(".removing"):
-                remove_tree(fs, entry.path)
+            if entry.state == "leftover":
+                try:
+                    with unused(fs, entry.path):
+                        remove_tree(fs, entry.path)
+                except OSError as problem:
+                    if problem.errno != errno.EBUSY:
+                        raise
+                    result[index] = replace(plan, action="spare", why=reason(problem))
+                    continue
             else:
                 retire(fs, root, entry.path, entry.step or 0, secrets.token_hex(8))
             result[index] = replace(plan, done=True)
