@@ -8,7 +8,9 @@ which in turn holds the checksums of the file's chunks.
 from __future__ import annotations
 
 import json
+import re
 import zlib
+from collections.abc import Container
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -21,6 +23,7 @@ __all__ = [
     "LARGEST_STEP",
     "FileRecord",
     "MANIFEST",
+    "MARKS",
     "Manifest",
     "Piece",
     "Range",
@@ -29,6 +32,8 @@ __all__ = [
     "encode",
     "intersect",
     "rank_file",
+    "split_state_name",
+    "state_name",
     "step_directory",
 ]
 
@@ -37,8 +42,10 @@ VERSION = 1
 LARGEST_STEP = 2**63 - 1  # of every count in a manifest
 MANIFEST = "manifest.json"
 KINDS = ("sharded", "replicated", "per_rank")
+MARKS = {"__tuple__", "__dict__", "__float__", "__tensor__"}  # a dictionary of one of these keys is something else
 _PREFIX = b'{"crc32": "'
 _DIGITS = 8
+_CHECKSUM = re.compile("[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -149,14 +156,71 @@ class Manifest:
                     expected=f"elements 0 to {tensor.numel}, each once, at most one range per file",
                     found=[(part.file, part.first, part.count) for part in tensor.ranges[:8]],
                 )
+        self._check_names()
+        if self.optimizer is not None:
+            self._check_optimizer(self.optimizer)
+
+    def _check_names(self) -> None:
+        known = {*self.tensors, *self.left_out}
+        if len(known) != len(self.tensors) + len(self.left_out):
+            found = [name for name in self.left_out if name in self.tensors] or self.left_out
+            raise CheckpointError("tensors are listed as left out that are there, or twice", found=found[:5])
         for alias, name in self.aliases.items():
-            if name not in self.tensors and name not in self.left_out:
+            if name not in known or is_reserved(name):
                 raise CheckpointError(f"'{alias}' is listed as another name of '{name}', which is not there")
+            if alias in known:
+                raise CheckpointError(f"'{alias}' is listed as another name of '{name}', and is a tensor of its own")
+        for name, tensor in self.tensors.items():
+            if (tensor.kind == "per_rank") != name.startswith("per_rank/"):
+                raise CheckpointError(f"tensor '{name}' is of kind {tensor.kind}", expected="per_rank/<rank>")
+            if not name.startswith("optimizer/"):
+                continue
+            parameter = split_state_name(name, self.tensors)[0]
+            owner = self.tensors.get(parameter)
+            if self.optimizer is None or owner is None or owner.shape != tensor.shape:
+                theirs = "is not there" if owner is None else f"has shape {owner.shape}"
+                raise CheckpointError(
+                    f"'{name}' of shape {tensor.shape} is not the state of a parameter: '{parameter}' {theirs}"
+                )
+
+    def _check_optimizer(self, optimizer: dict[str, Any]) -> None:
+        """Raise unless each parameter is a member of one group, and each state is of a member."""
+        members = [name for group in optimizer["groups"] for name in group["members"]]
+        known = set(members)
+        for name in members:
+            if name not in self.tensors or is_reserved(name):
+                raise CheckpointError(f"'{name}' is listed in a parameter group, and is no parameter")
+        if len(known) != len(members):
+            twice = next(name for name in members if members.count(name) > 1)
+            raise CheckpointError(f"'{twice}' is listed twice in the parameter groups")
+        for name, scalars in optimizer["scalars"].items():
+            both = [key for key in scalars if state_name(name, key) in self.tensors]
+            if name not in known or both:
+                what = f"state '{both[0]}' of it is there twice" if both else "it is in no parameter group"
+                raise CheckpointError(f"the optimizer's scalars list '{name}', but {what}")
+        states = [split_state_name(name, self.tensors)[0] for name in self.tensors if name.startswith("optimizer/")]
+        if strays := [name for name in states if name not in known]:
+            raise CheckpointError(f"there is optimizer state of '{strays[0]}', which is in no parameter group")
 
 
 def is_reserved(name: str) -> bool:
     """Whether a tensor's name is not one of the model's: a dotted name has no slash, unless a module's name has."""
     return name.startswith(("optimizer/", "extra/", "per_rank/"))
+
+
+def state_name(parameter: str, key: str) -> str:
+    """The name of one state's tensor in a checkpoint."""
+    return f"optimizer/{parameter}/{key}"
+
+
+def split_state_name(name: str, parameters: Container[str]) -> tuple[str, str]:
+    """The parameter and the key of :func:`state_name`. Both may have slashes: the longest known parameter it is."""
+    parts = name.removeprefix("optimizer/").split("/")
+    for count in range(len(parts) - 1, 0, -1):
+        parameter = "/".join(parts[:count])
+        if parameter in parameters:
+            return parameter, "/".join(parts[count:])
+    return "/".join(parts[:-1]), parts[-1]
 
 
 def rank_file(rank: int, world_size: int) -> str:
@@ -238,7 +302,7 @@ def _refuse_constant(text: str) -> None:
 
 
 def _read(body: dict[str, Any]) -> Manifest:
-    if body["format"] != FORMAT or body["version"] != VERSION:
+    if body["format"] != FORMAT or type(body["version"]) is not int or body["version"] != VERSION:
         raise CheckpointError(
             f"format {body['format']} version {body['version']} is not known here; expected {FORMAT} {VERSION}"
         )
@@ -264,7 +328,7 @@ def _read(body: dict[str, Any]) -> Manifest:
 def _check_types(body: dict[str, Any]) -> None:
     """Raise unless every field has the type that the rest of the package relies on: anybody can write a checksum."""
 
-    def need(holds: bool, what: str, found: Any) -> None:
+    def need(holds: object, what: str, found: Any) -> None:
         if not holds:
             raise ValueError(f"{what}: found {repr(found)[:80]}")
 
@@ -284,10 +348,12 @@ def _check_types(body: dict[str, Any]) -> None:
     need(all(type(name) is str for name in body["aliases"].values()), "aliases", body["aliases"])
     for file in body["files"]:
         need(type(file["name"]) is str and is_count(file["size"]) and is_count(file["header_bytes"]), "files", file)
+        need(_CHECKSUM.fullmatch(file["header_crc32"]), "checksum of a file", file["header_crc32"])
     for name, tensor in body["tensors"].items():
         need(type(tensor["dtype"]) is str and type(tensor["kind"]) is str, f"tensor {name!r}", tensor)
         shape = tensor["shape"]
         need(type(shape) is list and len(shape) <= 64 and all(map(is_count, shape)), f"shape of {name!r}", shape)
+        need(tensor["numel"] == prod(shape), f"number of elements of {name!r}", tensor["numel"])
         for part in tensor["ranges"]:
             need(type(part) is list and len(part) == 3 and all(map(is_count, part)), f"ranges of {name!r}", part)
     if optimizer is not None:
@@ -297,6 +363,8 @@ def _check_types(body: dict[str, Any]) -> None:
             need(holds, "parameter group", group)
         for name, state in optimizer["scalars"].items():
             need(type(state) is dict, f"scalars of {name!r}", state)
+            for key, entry in state.items():
+                need(list(entry) in (["value"], ["tensor"]), f"scalar {key!r} of {name!r}", entry)
 
 
 # ---------------------------------------------------------------------- ranges

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ..parameter import engine_access
-from .manifest import Manifest
+from .manifest import Manifest, split_state_name, state_name
 from .model_state import ModelState, ModelTensor
-from .optimizer_state import check_optimizer, decode_settings, member_of, split_state_name, state_name
+from .optimizer_state import check_optimizer, decode_settings, member_of
 from .tensor_bytes import dtype_name, torch_dtype
 from .values import decode_value, scalar_tensor
 from .wanted import Differences, Target, check_dtype, describe

@@ -6,7 +6,7 @@ parameter is. Everything else (step counters, settings) is small, the same on al
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +14,12 @@ import torch
 
 from ..errors import CheckpointError, ConfigError
 from ..parameter import engine_access
+from .manifest import split_state_name, state_name
 from .model_state import ModelState, ModelTensor
 from .tensor_bytes import dtype_name, flat_view
 from .values import decode_value, encode_value, scalar_json, scalar_tensor
 
-__all__ = ["OptimizerState", "check_optimizer", "collect", "decode_settings", "split_state_name", "state_name"]
+__all__ = ["OptimizerState", "check_optimizer", "collect", "decode_settings"]
 
 # Scalars of torch's optimizers: beside a parameter of shape () nothing else tells them from a moment.
 _SCALARS = {"step", "mu_product", "eta", "mu"}
@@ -46,21 +47,6 @@ class OptimizerState:
     def section(self) -> dict[str, Any]:
         """For the manifest."""
         return {"class": self.kind, "groups": self.groups, "scalars": self.scalars}
-
-
-def state_name(parameter: str, key: str) -> str:
-    """The name of one state's tensor in a checkpoint."""
-    return f"optimizer/{parameter}/{key}"
-
-
-def split_state_name(name: str, parameters: Container[str]) -> tuple[str, str]:
-    """The parameter and the key of :func:`state_name`. Both may have slashes: the longest known parameter it is."""
-    parts = name.removeprefix("optimizer/").split("/")
-    for count in range(len(parts) - 1, 0, -1):
-        parameter = "/".join(parts[:count])
-        if parameter in parameters:
-            return parameter, "/".join(parts[count:])
-    return "/".join(parts[:-1]), parts[-1]
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -70,6 +70,11 @@ class Reading:
                 continue
             record = manifest.tensors[name]
             stored[entry.name] = name
+            for other in entry.names:
+                if manifest.aliases.get(other, name) != name:
+                    differences.notes.append(
+                        f"tied: '{other}' is '{name}' in the model, and '{manifest.aliases[other]}' in the checkpoint"
+                    )
             if record.shape != entry.shape:
                 differences.wrong.append(
                     f"shape: '{entry.name}' is stored with shape {record.shape}, wanted with {entry.shape}"

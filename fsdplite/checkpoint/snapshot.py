@@ -13,9 +13,9 @@ from torch import nn
 
 from ..errors import CheckpointError, RankMismatchError
 from . import model_state, optimizer_state
-from .manifest import Range, TensorRecord
+from .manifest import MARKS, Range, TensorRecord, state_name
 from .model_state import ModelState, ModelTensor
-from .optimizer_state import OptimizerState, state_name
+from .optimizer_state import OptimizerState
 from .placement import written_ranges
 from .tensor_bytes import bytes_of, dtype_name, flat_view
 from .values import digest, encode_value, pack
@@ -57,7 +57,7 @@ class Snapshot:
 
     def structure(self, options: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """Names, dtypes, shapes, settings and hashes: everything that must be the same on all ranks."""
-        extra = self.extra if isinstance(self.extra, dict) else {"extra": self.extra}
+        extra = self.extra if isinstance(self.extra, dict) and not MARKS & set(self.extra) else {"extra": self.extra}
         optimizer = self.optimizer or OptimizerState("")
         return {
             "argument": options,

@@ -17,16 +17,24 @@ import torch
 
 from ..errors import CheckpointError
 from ..parameter import engine_access
+from .manifest import MARKS
 from .safetensors_file import build_header, lay_out, parse_header
 from .tensor_bytes import bytes_of, dtype_name, flat_view, torch_dtype
 
 __all__ = ["decode_value", "digest", "encode_value", "pack", "scalar_json", "scalar_tensor", "unpack"]
 
-_MARKS = ("__tuple__", "__dict__", "__float__", "__tensor__")
+_DEEPEST = 100  # what is nested deeper can be written in less of Python's stack than it takes to read it
 
 
-def encode_value(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """``value`` as JSON. Tensors in it are put into ``tensors`` under new names, which stand in the JSON instead."""
+def encode_value(value: Any, where: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
+    """``value`` as JSON. Tensors in it are put into ``tensors`` under new names, which stand in the JSON instead.
+
+    ``depth`` is the number of containers around it.
+    """
+
+    def inside(v: Any, place: str) -> Any:
+        return encode_value(v, place, tensors, depth + 1)
+
     if isinstance(value, torch.Tensor):
         _check_tensor(value, where)
         name = str(len(tensors))
@@ -38,17 +46,16 @@ def encode_value(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> An
         return _checked_int(int(value), where)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"__float__": repr(float(value))}
+    if depth == _DEEPEST and isinstance(value, (tuple, list, dict)):
+        raise _refused(f"containers in each other, more than {_DEEPEST}", where)
     if isinstance(value, tuple):
-        return {"__tuple__": [encode_value(v, f"{where}[{i}]", tensors) for i, v in enumerate(value)]}
+        return {"__tuple__": [inside(v, f"{where}[{i}]") for i, v in enumerate(value)]}
     if isinstance(value, list):
-        return [encode_value(v, f"{where}[{i}]", tensors) for i, v in enumerate(value)]
+        return [inside(v, f"{where}[{i}]") for i, v in enumerate(value)]
     if isinstance(value, dict):
-        if all(isinstance(key, str) and key not in _MARKS for key in value):
-            return {key: encode_value(v, f"{where}[{key!r}]", tensors) for key, v in value.items()}
-        pairs = [
-            [encode_value(key, f"a key of {where}", tensors), encode_value(v, f"{where}[{key!r}]", tensors)]
-            for key, v in value.items()
-        ]
+        if all(isinstance(key, str) and key not in MARKS for key in value):
+            return {key: inside(v, f"{where}[{key!r}]") for key, v in value.items()}
+        pairs = [[inside(key, f"a key of {where}"), inside(v, f"{where}[{key!r}]")] for key, v in value.items()]
         return {"__dict__": pairs}
     raise _refused(type(value).__name__, where)
 
@@ -87,7 +94,7 @@ def decode_value(value: Any, tensors: dict[str, torch.Tensor], where: str) -> An
         return value
     if len(value) == 1:
         (mark, content), *_ = value.items()
-        if mark in _MARKS:
+        if mark in MARKS:
             try:
                 return _decode_marked(mark, content, tensors, where)
             except (TypeError, ValueError, KeyError):

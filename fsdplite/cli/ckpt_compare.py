@@ -10,12 +10,12 @@ from typing import Any
 
 from ..checkpoint.catalog import load_manifest
 from ..checkpoint.dtypes import ITEMSIZE
-from ..checkpoint.manifest import Manifest, TensorRecord, intersect
+from ..checkpoint.manifest import MARKS, Manifest, TensorRecord, intersect
 from ..checkpoint.reading import BUFFER_BYTES, Damage, RankFile, Request
 from ..checkpoint.storage import FileSystem
 from .ckpt_numbers import Distance
 from .ckpt_output import shape_text
-from .ckpt_values import MARKS, readable, scalar_text
+from .ckpt_values import readable, scalar_text
 
 __all__ = ["Difference", "Stored", "compare_structure", "compare_values", "shared_tensors"]
 

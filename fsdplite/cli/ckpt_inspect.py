@@ -9,11 +9,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ..checkpoint.catalog import load_manifest
-from ..checkpoint.manifest import Manifest, TensorRecord
+from ..checkpoint.manifest import MARKS, Manifest, TensorRecord
 from ..errors import CheckpointError
 from .ckpt_output import SHOWN_ROWS, Outcome, add_all_option, escaped, shape_text, size_text, table, time_text
 from .ckpt_root import add_step_option, locate, reason
-from .ckpt_values import MARKS, per_rank_value, readable, scalar_text
+from .ckpt_values import per_rank_value, readable, scalar_text
 
 __all__ = ["add_parser", "run"]
 

@@ -14,9 +14,7 @@ from ..errors import CheckpointError
 from .ckpt_numbers import floats
 from .ckpt_output import shape_text
 
-__all__ = ["MARKS", "per_rank_value", "readable", "scalar_text"]
-
-MARKS = {"__tuple__", "__dict__", "__float__", "__tensor__"}  # a dictionary of one of these keys is something else
+__all__ = ["per_rank_value", "readable", "scalar_text"]
 
 
 def readable(value: Any, tensors: dict[str, str]) -> str:

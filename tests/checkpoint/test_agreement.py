@@ -46,6 +46,16 @@ def K15_extra(root, background):
     )
 
 
+def K15_one_tensor(root):
+    """`extra` that is nothing but a tensor."""
+    return saving(root, "extra", "rank 0", "rank 1", "per_rank", extra=torch.tensor(here.rank))
+
+
+def test_K15_extra_that_is_one_tensor(tmp_path):
+    texts = run(2, K15_one_tensor, str(tmp_path / "a"))
+    assert texts[0] == texts[1]
+
+
 def K15_per_rank(root):
     model, optimizer = filled(1.0)
     fsdp.save_checkpoint(
@@ -267,6 +277,21 @@ def test_K70_in_a_load(tmp_path, kind):
     texts = run(2, K70_load_body, str(tmp_path), kind, fresh=True, pg_timeout_s=5, absent=absent)
     if kind == "raise":
         assert texts[0] == texts[1] and "errno 13" in texts[0]
+
+
+def a_close_that_fails(root):
+    """A file that was only read has nothing to lose: a load succeeds on all ranks or on none."""
+    model, optimizer = filled(1.0)
+    fsdp.save_checkpoint(root, model, optimizer, step=1)
+    fault = Fault("fail", 1 if here.rank == 1 else 0, errno.EIO)
+    with storage.using(FaultyFileSystem(fault, only=lambda name, path: name == "close" and "rank-" in path)) as fs:
+        report = fsdp.load_checkpoint(root, model, optimizer)
+    assert fs.log
+    return report.step
+
+
+def test_a_file_that_cannot_be_closed_after_reading(tmp_path):
+    assert run(2, a_close_that_fails, str(tmp_path)) == [1, 1]
 
 
 def slow_but_writing(root):

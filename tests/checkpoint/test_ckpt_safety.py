@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import fsdplite as fsdp
+from fsdplite.checkpoint.storage import FileSystem
 from tests.harness import run
 
 from .ckpt import Ckpt, ckpt, data_place, flip, reseal, save_filled, save_plain, save_trained  # noqa: F401
@@ -111,9 +112,25 @@ def test_leftovers_go_when_asked_for_and_idle(tmp_path: Path, ckpt: Ckpt) -> Non
     assert not working[3].exists() and working[4].exists() and steps_in(tmp_path) == [1]
 
 
-def test_prune_stops_at_an_error(tmp_path: Path, ckpt: Ckpt, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdplite.checkpoint.storage import FileSystem
+def test_prune_leaves_what_a_save_of_another_process_holds(tmp_path: Path, ckpt: Ckpt) -> None:
+    save_plain(tmp_path, 1, w=torch.ones(3))
+    working = [tmp_path / f".step-2.000000000000000{number}.saving" for number in (0, 1)]
+    for folder in working:
+        shutil.copytree(tmp_path / "step-1", folder)
+        for path in (*folder.iterdir(), folder):
+            os.utime(path, (0, 0))
+    arguments = ("prune", tmp_path, "--keep", 1, "--leftovers", "--json")
+    with FileSystem().held(str(working[0])):  # as a save does
+        for options in ([], ["--yes"]):
+            found = {e["name"]: e for e in ckpt(*arguments, *options)["entries"]}
+            assert found[working[0].name]["action"] == "spare" and "another save" in found[working[0].name]["why"]
+            assert found[working[1].name]["action"] == "remove"
+        assert working[0].exists() and not working[1].exists()
+    ckpt(*arguments, "--yes")
+    assert steps_in(tmp_path) == [1] and os.listdir(tmp_path) == ["step-1"]
 
+
+def test_prune_stops_at_an_error(tmp_path: Path, ckpt: Ckpt, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2, 3):
         save_plain(tmp_path, step, w=torch.ones(3))
     remove = FileSystem.remove
@@ -163,7 +180,28 @@ HOSTILE = {
     "left out is a number": lambda body: body.update(left_out=3),
     "mesh is empty": lambda body: body.update(mesh=[]),
     "another version": lambda body: body.update(version=10**6),
+    "a version that equals 1": lambda body: body.update(version=True),
+    "number of elements": lambda body: body["tensors"]["w"].update(numel=2),
+    "a checksum in other digits": lambda body: body["files"][0].update(header_crc32="0x12345f"),
+    "another name of itself": lambda body: body.update(aliases={"w": "w"}),
+    "another name of a value": lambda body: body.update(aliases={"v": "extra/0"}),
+    "left out and there": lambda body: body.update(left_out=["w"]),
+    "left out twice": lambda body: body.update(left_out=["v", "v"]),
+    "a weight of one rank": lambda body: body["tensors"]["w"].update(kind="per_rank"),
+    "state without an optimizer": lambda body: body["tensors"].update({"optimizer/w/m": body["tensors"]["w"]}),
+    "a member that is not there": lambda body: body.update(optimizer=grouped(["v"])),
+    "a member twice": lambda body: body.update(optimizer=grouped(["w", "w"])),
+    "a member of two groups": lambda body: body.update(optimizer=grouped(["w"], ["w"])),
+    "scalars of no member": lambda body: body.update(optimizer=grouped(["w"], scalars={"v": {"step": {"value": 1}}})),
+    "a scalar of two kinds": lambda body: body.update(
+        optimizer=grouped(["w"], scalars={"w": {"step": {"value": 1, "tensor": {}}}})
+    ),
 }
+
+
+def grouped(*groups: list[str], scalars: Any = None) -> dict[str, Any]:
+    listed = [{"members": members, "settings": {}, "tensors": {}} for members in groups]
+    return {"class": "SGD", "groups": listed, "scalars": scalars or {}}
 
 
 @pytest.mark.parametrize("case", HOSTILE)
@@ -185,9 +223,10 @@ def test_odd_values_are_shown_and_run_nothing(tmp_path: Path, ckpt: Ckpt) -> Non
     folder = save_plain(tmp_path / "run", w=torch.ones(3), extra={"n": 1})
     odd = {"d": {"__dict__": 3}, "deep": json.loads("[" * 200 + "]" * 200), "[bold]k\x1b": {"__tensor__": "nowhere"},
            "float": {"__float__": "boo"}, "\u202e": {"__tuple__": None}, "line\nbreak": "\n\t\0"}  # fmt: skip
-    scalars = {"w": {"a": 3, "b": {"tensor": 3}, "c": {"tensor": {"bits": "zz", "dtype": "F32", "shape": []}},
+    scalars = {"w": {"a": {"value": {"__tuple__": 3}}, "b": {"tensor": 3},
+                     "c": {"tensor": {"bits": "zz", "dtype": "F32", "shape": []}},
                      "d": {"tensor": {"bits": "00", "dtype": "F32", "shape": 3}}}}  # fmt: skip
-    group = {"members": ["w", "[red]\x1b[0m"], "settings": {"lr": {"__tensor__": "0"}}, "tensors": {"0": [1]}}
+    group = {"members": ["w"], "settings": {"lr": {"__tensor__": "0"}}, "tensors": {"0": [1]}}
     optimizer = {"class": "[red]Adam\x1b]0;title\x07", "groups": [group], "scalars": scalars}
     reseal(folder, lambda body: body.update(extra=odd, optimizer=optimizer, aliases={"[/]v\x9b": "w"}))
     text = ckpt("inspect", folder)

@@ -205,6 +205,26 @@ def test_what_cannot_be_stored_is_refused_by_its_key(tmp_path, argument, bad):
     assert fsdp.latest_step(tmp_path) is None
 
 
+def nest(depth, wrap):
+    value = 1
+    for _ in range(depth):
+        value = wrap(value)
+    return value
+
+
+@pytest.mark.parametrize("argument", ["extra", "per_rank"])
+@pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: {"a": v}, lambda v: {1: v}])
+def test_what_is_nested_as_deep_as_a_save_takes_it_can_be_loaded(tmp_path, argument, wrap):
+    fsdp.save_checkpoint(tmp_path, nn.Linear(1, 1), step=1, **{argument: nest(100, wrap)})
+    assert getattr(fsdp.load_checkpoint(tmp_path, nn.Linear(1, 1)), argument) == nest(100, wrap)
+    endless = [1]
+    endless.append(endless)
+    for value in (nest(101, wrap), nest(400, wrap), endless):
+        with pytest.raises(fsdp.CheckpointError, match=rf"{argument}.* cannot be stored"):
+            fsdp.save_checkpoint(tmp_path, nn.Linear(1, 1), step=2, **{argument: value})
+    assert fsdp.latest_step(tmp_path) == 1
+
+
 def test_subclasses_come_back_as_what_they_are_made_of(tmp_path):
     class Level(enum.IntEnum):
         HIGH = 3
