@@ -43,6 +43,8 @@ class OptimizerLoad:
         differences: Differences,
     ) -> None:
         check_optimizer(optimizer)
+        if hasattr(optimizer, "state_is_about_to_be_filled"):
+            optimizer.state_is_about_to_be_filled()
         self.targets: list[Target] = []
         self._optimizer = optimizer
         self._settings: list[tuple[dict[str, Any], dict[str, Any]]] = []

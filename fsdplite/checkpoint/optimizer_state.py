@@ -65,6 +65,11 @@ def check_optimizer(optimizer: Any) -> None:
 def collect(optimizer: Any, model: ModelState, left_out: set[str]) -> OptimizerState:
     """Read ``optimizer``: no step, no hook, nothing created."""
     check_optimizer(optimizer)
+    if not getattr(optimizer, "is_whole", True):
+        raise CheckpointError(
+            "the optimizer's state is not whole: a step failed after some parameters were updated and others not",
+            cure="load a checkpoint into the model and this optimizer, or save the model without it",
+        )
     known = {entry.name for entry in model.tensors}
     result = OptimizerState(type(optimizer).__name__)
     for number, group in enumerate(optimizer.param_groups):
