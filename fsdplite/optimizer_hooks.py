@@ -21,7 +21,7 @@ from .gradient import PendingGrad, ShardedGrad, pending_error
 from .parameter import LocalSlice, RestingLeaf, ShardedParameter, as_local_slice, engine_access, info_of, read_grad
 from .user_warning import warn_user
 
-__all__ = ["WHOLE_TENSOR_OPTIMIZERS", "exempt", "flip_again", "install", "restore"]
+__all__ = ["WHOLE_TENSOR_OPTIMIZERS", "abandon_step", "exempt", "flip_again", "install", "restore"]
 
 # They read a parameter's rows, columns or all of it at once; a slice would give other numbers in silence.
 WHOLE_TENSOR_OPTIMIZERS = {"Adafactor", "Muon", "LBFGS", "Shampoo", "DistributedShampoo", "SOAP", "KFAC", "LARS", "LAMB", "Lamb", "Lars"}  # fmt: skip
@@ -62,7 +62,8 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         return
     if optimizer not in _checked:
         _check_kind(optimizer, sharded[0])
-        _check_state(optimizer, sharded)
+        if not hasattr(optimizer, "state_to_fill"):  # an offloaded optimizer checks what it is given
+            _check_state(optimizer, sharded)
         _warn_not_offloaded(optimizer, sharded[0])
         optimizer.register_state_dict_post_hook(_guard_saved_state)
         optimizer.register_load_state_dict_pre_hook(_accept_saved_state)
@@ -118,6 +119,13 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         flats = {id(info.flat): info.flat for group in optimizer.param_groups for p in group["params"] if (info := info_of(p))}  # fmt: skip
         for flat in flats.values():
             flat.mark_updated()
+        restore()
+
+
+def abandon_step(optimizer: Any) -> None:
+    """A step is about to raise: what its pre hook did is undone now. For optimizers whose ``step`` is the engine's own."""
+    if _stepping and _stepping[-1] is optimizer:
+        _stepping.pop()
         restore()
 
 

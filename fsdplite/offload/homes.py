@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +14,26 @@ from ..parameter import engine_access, read_grad
 from .options import Offload
 from .pieces import Chunk, Piece, batches, chunk_numel_within, cut, piece_numel_within
 from .stores import DiskStore, HostStore, Store
-from .update import Entry, Updater
+from .update import Entry, Probed, Updater
+from .values import in_place, is_same, own_copy
 
 __all__ = ["Home"]
+
+# Elements [start, stop) of a region, at this moment.
+Place = Callable[[str, int, int], torch.Tensor]
+
+
+@dataclass
+class _Kept:
+    """What a parameter has.
+
+    Attributes:
+        keys: Of all its state, in the class's order.
+        beside: Its state that has no element per element of the parameter (step counters): one for all its pieces.
+    """
+
+    keys: list[str]
+    beside: dict[str, Any]
 
 
 class Home:
@@ -23,26 +41,64 @@ class Home:
 
     Args:
         flat: A flat parameter that trains.
-        dtypes: Of the regions.
+        probed: What state its parameters have.
         offload: Where the store is.
+
+    Attributes:
+        store: Regions for what has an element per element of the shard.
+        chunks: Of the store.
     """
 
-    def __init__(self, flat: FlatParameter, dtypes: dict[str, torch.dtype], offload: Offload) -> None:
+    store: Store
+    chunks: list[Chunk]
+
+    def __init__(self, flat: FlatParameter, probed: Probed, offload: Offload) -> None:
         self.flat = flat
-        itemsize = max((dtype.itemsize for dtype in dtypes.values()), default=1)
-        self.chunk_numel = chunk_numel_within(offload.buffer_bytes, itemsize)
-        self.piece_numel = piece_numel_within(self.chunk_numel)
-        self.chunks, numel = cut(flat.layout, flat.groups.shard_rank, self.chunk_numel, self.piece_numel)
+        self._offload = offload
+        self._kept: dict[int, _Kept] = {}
+        self._left: dict[int, _Kept] = {}  # by the pieces that this step has updated so far
+        self.writes_mirror = False
+        self._reserve(probed)
+
+    def _reserve(self, probed: Probed) -> None:
+        flat, offload, dtypes = self.flat, self._offload, probed.regions
+        chunk_numel = chunk_numel_within(offload.buffer_bytes, max((d.itemsize for d in dtypes.values()), default=1))
+        piece_numel = piece_numel_within(chunk_numel)
+        chunks, numel = cut(flat.layout, flat.groups.shard_rank, chunk_numel, piece_numel)
         if offload.optimizer == "nvme" and dtypes and numel:
             contents = f"unit {flat.unit_name or '(root)'}: {', '.join(dtypes)}"
-            self.store: Store = DiskStore(numel, dtypes, str(offload.path), flat.groups.rank, contents)
+            self.store = DiskStore(numel, dtypes, str(offload.path), flat.groups.rank, contents)
         else:
             self.store = HostStore(numel, dtypes, offload.pin and flat.device.type == "cuda")
-        self.writes_mirror = False
+        self.probed, self.chunks, self.chunk_numel, self.piece_numel = probed, chunks, chunk_numel, piece_numel
         self._pieces: dict[int, list[Piece]] = {}
-        for chunk in self.chunks:
+        for chunk in chunks:
             for piece in chunk.pieces:
                 self._pieces.setdefault(piece.index, []).append(piece)
+
+    def widen(self, probed: Probed) -> None:
+        """Reserve regions for further kinds of state; what there is moves into the new store.
+
+        Memory: of files, none; until it has moved, both are on the disk.
+        """
+        before, places = self.store, {index: pieces[0].place for index, pieces in self._pieces.items()}
+        regions = {**probed.regions, **self.probed.regions}
+        self._reserve(Probed(regions, (probed.beside | self.probed.beside) - regions.keys()))
+        for index, kept in self._kept.items():
+            for key in kept.keys:
+                if key in kept.beside:
+                    continue
+                for piece in self._pieces[index]:
+                    start = places[index] + piece.offset
+                    values = before.part(key, start, start + piece.numel)
+                    self.store.part(key, piece.place, piece.place_stop).copy_(values)
+        before.close()
+
+    def start_anew(self) -> None:
+        """The store is lost, and all state with it: another store, without any."""
+        self._kept.clear()
+        self.store.close()
+        self._reserve(self.probed)
 
     @property
     def buffer_bytes(self) -> int:
@@ -61,17 +117,25 @@ class Home:
         resting.wait()
         self.writes_mirror = resting.is_mirrored(self.flat.generation)
         resting.mirrors(-1)  # until all of it is written
+        self._left.clear()
 
     def end(self) -> None:
         """The step is over; the hook after it counts the flat parameter as changed once."""
         if self.writes_mirror:
             self.flat.resting.mirrors(self.flat.generation + 1)
+        for index, left in self._left.items():
+            before = self._kept.pop(index, None)
+            if before is not None:
+                left.beside = {key: in_place(before.beside.get(key), value) for key, value in left.beside.items()}
+            if left.keys:
+                self._kept[index] = left
+        self._left.clear()
 
     def entries(
         self,
         pieces: list[Piece],
         group_of: Callable[[torch.Tensor], int | None],
-        part: Callable[[str, int, int], torch.Tensor],
+        part: Place,
         reduced: torch.Tensor | None = None,
     ) -> list[tuple[Piece, Entry]]:
         """What is updated of some pieces of a chunk: those of parameters that are in a group and have a gradient.
@@ -79,7 +143,7 @@ class Home:
         Args:
             pieces: Of one of :attr:`chunks`.
             group_of: The number of a user's parameter's group.
-            part: Elements ``[start, stop)`` of a region, at this moment.
+            part: Where the regions are.
             reduced: The gradient of the whole shard, where the users do not hold it.
         """
         found = []
@@ -96,50 +160,44 @@ class Home:
                     continue
                 if group is None:
                     continue
-                entry = Entry(
-                    value=_on_host(self.flat.shard[piece.start : piece.stop].detach()),
-                    gradient=_on_host(gradient),
-                    group=group,
-                    state=None,
-                )
-                if piece.has_state:
-                    regions = {key: part(key, piece.place, piece.place_stop) for key in piece.keys}
-                    entry.state = {**piece.scalars, **regions}
-                found.append((piece, entry))
+                value = _on_host(self.flat.shard[piece.start : piece.stop].detach())
+                found.append((piece, Entry(value, _on_host(gradient), group, self._state_before(piece, part))))
         return found
 
-    def absorb(self, piece: Piece, entry: Entry, part: Callable[[str, int, int], torch.Tensor]) -> None:
+    def _state_before(self, piece: Piece, part: Place) -> dict[str, Any]:
+        kept = self._kept.get(piece.index)
+        if kept is None:
+            return {}
+        # Each piece counts the step by itself.
+        beside = kept.beside if len(self._pieces[piece.index]) == 1 else own_copy(kept.beside)
+        return {key: beside[key] if key in beside else part(key, piece.place, piece.place_stop) for key in kept.keys}
+
+    def _absorb(self, piece: Piece, entry: Entry, part: Place) -> None:
         """Keep what an update has made of a piece."""
         if self.writes_mirror:
             self.flat.resting.write_mirror(piece.start, entry.value)
         if self.flat.shard.device.type != "cpu":
             self.flat.shard[piece.start : piece.stop].copy_(entry.value)
-        self.keep(piece, entry.state or {}, part)
+        self._absorb_state(piece, entry.state, part)
 
-    def keep(self, piece: Piece, state: dict[str, Any], part: Callable[[str, int, int], torch.Tensor]) -> None:
-        """Put a piece's state where it belongs: its elements into regions, the rest beside the piece."""
-        keys, scalars = [], {}
+    def _absorb_state(self, piece: Piece, state: dict[str, Any], part: Place) -> None:
+        left = _Kept(list(state), {})
         for key, value in state.items():
-            if not isinstance(value, torch.Tensor) or value.shape != (piece.numel,):
-                scalars[key] = value
-                continue
-            if key not in self.store.dtypes:
-                raise OffloadError(
-                    f"the optimizer made a state '{key}' that no space was reserved for",
-                    expected=", ".join(self.store.dtypes) or "none",
-                    unit=self.flat.unit_name,
-                    parameter=self.flat.names[piece.index],
-                    rank=self.flat.groups.rank,
-                    cure="set the options that make it (momentum, amsgrad) when the optimizer is built",
-                )
-            keys.append(key)
-            place = part(key, piece.place, piece.place_stop)
-            if place.data_ptr() != value.data_ptr():
-                place.copy_(value)
-        piece.keys, piece.scalars, piece.has_state = tuple(keys), scalars, bool(state)
+            if self._has_region(piece.index, key, value, piece.numel):
+                _put(part(key, piece.place, piece.place_stop), value)
+            else:
+                left.beside[key] = value
+        known = self._left.setdefault(piece.index, left)
+        if known is not left and not (known.keys == left.keys and is_same(known.beside, left.beside)):
+            raise self._error(
+                piece.index,
+                "the optimizer makes another state for one piece of a parameter than for the others",
+                found=f"{known.beside} and {left.beside}",
+                cure="use the class itself: an offloaded optimizer updates a parameter in pieces",
+            )
 
     def update(
-        self, updater: Updater, groups: list, chunk: Chunk, group_of: Any, part: Any, reduced: torch.Tensor | None
+        self, updater: Updater, groups: list, chunk: Chunk, group_of: Any, part: Place, reduced: torch.Tensor | None
     ) -> None:
         """One step of a chunk, a few pieces at a time: what an update makes on its way is as long as those.
 
@@ -150,44 +208,121 @@ class Home:
             if found:
                 updater.run([entry for _, entry in found], groups)
             for piece, entry in found:
-                self.absorb(piece, entry, part)
+                self._absorb(piece, entry, part)
 
     # ------------------------------------------------------------------ one parameter's state
 
     def has_state(self, index: int) -> bool:
-        return any(piece.has_state for piece in self._pieces.get(index, ()))
+        return index in self._kept
+
+    def keys(self, index: int) -> Iterator[str]:
+        """Of a parameter's state."""
+        kept = self._kept.get(index)
+        return iter(() if kept is None else list(kept.keys))
 
     def region(self, index: int, key: str) -> torch.Tensor:
         """This rank's slice of a parameter's state, to read or to write; of a file a view, nothing is read yet."""
         pieces = self._pieces[index]
         return self.store.part(key, pieces[0].place, pieces[-1].place_stop)
 
-    def state_of(self, index: int) -> dict[str, Any]:
-        """A parameter's state as the optimizer would hold it."""
-        first = self._pieces[index][0]
-        return {**first.scalars, **{key: self.region(index, key) for key in first.keys}}
+    def value(self, index: int, key: str) -> Any:
+        """One of a parameter's states. Raises KeyError."""
+        kept = self._kept.get(index)
+        if kept is None or key not in kept.keys:
+            raise KeyError(key)
+        return kept.beside[key] if key in kept.beside else self.region(index, key)
+
+    def set_value(self, index: int, key: str, value: Any) -> None:
+        """Copy a state to where it is kept.
+
+        Raises:
+            OffloadError: It has not the shape or the dtype of what is kept, or there is no place for it.
+        """
+        has_region = self._has_region(index, key, value, self._numel(index))
+        if has_region:
+            _put(self.region(index, key), value)
+        kept = self._kept.setdefault(index, _Kept([], {}))
+        kept.beside.pop(key, None)
+        if not has_region:
+            kept.beside[key] = own_copy(value)
+        if key not in kept.keys:
+            kept.keys.append(key)
+
+    def drop_value(self, index: int, key: str) -> None:
+        """Raises KeyError."""
+        kept = self._kept.get(index)
+        if kept is None or key not in kept.keys:
+            raise KeyError(key)
+        kept.keys.remove(key)
+        kept.beside.pop(key, None)
+        if not kept.keys:
+            del self._kept[index]
 
     def set_state(self, index: int, state: dict[str, Any], filled: set[str]) -> None:
-        """Take a parameter's state, whole slices; those in ``filled`` are in their regions already."""
-        pieces = self._pieces[index]
-        numel = pieces[-1].stop - pieces[0].start
-        for piece in pieces:
-            own = {}
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.shape == (numel,):
-                    if key in filled:
-                        continue
-                    own[key] = value[piece.offset : piece.offset + piece.numel]
-                else:
-                    own[key] = value.clone() if isinstance(value, torch.Tensor) else value
-            self.keep(piece, own, self.store.part)
-            piece.keys = (*(key for key in state if key in filled), *piece.keys)
-            piece.has_state = bool(state)
+        """Take a parameter's state, whole slices, in place of what it has. Those in ``filled`` are in their regions."""
+        for key, value in state.items():
+            self._has_region(index, key, value, self._numel(index))  # all is refused before the first is taken
+        self._kept.pop(index, None)
+        for key, value in state.items():
+            if key in filled:
+                self._kept.setdefault(index, _Kept([], {})).keys.append(key)
+            else:
+                self.set_value(index, key, value)
+
+    def start(self, index: int, first_state: Callable[[torch.Tensor], dict[str, Any]]) -> None:
+        """Give a parameter what ``first_state(values)`` returns, piece by piece."""
+        for piece in self._pieces[index]:
+            values = _on_host(self.flat.shard[piece.start : piece.stop].detach())
+            self._absorb_state(piece, first_state(values), self.store.part)
+        left = self._left.pop(index)
+        if left.keys:
+            self._kept[index] = left
 
     def drop_state(self, index: int) -> None:
-        for piece in self._pieces.get(index, ()):
-            piece.keys, piece.scalars, piece.has_state = (), {}, False
+        self._kept.pop(index, None)
+
+    def _numel(self, index: int) -> int:
+        pieces = self._pieces[index]
+        return pieces[-1].stop - pieces[0].start
+
+    def _has_region(self, index: int, key: str, value: Any, numel: int) -> bool:
+        """Whether a state of a piece of ``numel`` elements belongs into a region: its key tells."""
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            return False
+        if key not in self.store.dtypes:
+            if key in self.probed.beside or value.shape != (numel,) or numel == 1:
+                return False
+            raise self._error(
+                index,
+                f"no space was reserved for a state '{key}' of an element per element",
+                expected=", ".join(self.store.dtypes) or "none",
+                cure="an offloaded optimizer keeps what its class makes in a first step with the groups' settings",
+            )
+        if value.shape != (numel,):
+            raise self._error(
+                index, f"the state '{key}' has another shape", expected=f"({numel},), this rank's slice",
+                found=tuple(value.shape), cure="assign an element for each element of the slice",
+            )  # fmt: skip
+        dtype = self.store.dtypes[key]
+        if torch.promote_types(value.dtype, dtype) != dtype:
+            raise self._error(
+                index, f"the state '{key}' has a dtype that does not fit where it is kept", expected=dtype,
+                found=value.dtype, cure=f"round it: value.to({dtype})",
+            )  # fmt: skip
+        return True
+
+    def _error(self, index: int, problem: str, **details: Any) -> OffloadError:
+        flat = self.flat
+        return OffloadError(
+            problem, unit=flat.unit_name, parameter=flat.names[index], rank=flat.groups.rank, **details
+        )
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.device.type == "cpu" else tensor.to("cpu")
+
+
+def _put(place: torch.Tensor, value: torch.Tensor) -> None:
+    value = value.detach().as_subclass(torch.Tensor)
+    if place.data_ptr() != value.data_ptr():
+        place.copy_(value)

@@ -79,12 +79,13 @@ class UpdatesInBackward:
             )
         if not self._has_reduced:
             self._has_reduced = True
-            optimizer.number_groups()
+            if optimizer.is_whole:
+                self._prepare(optimizer)
         if current is None or not current.is_over_for(unit.index) or flat.aliases_shard:
             return
         self._final.add(unit.index)
         home = optimizer.home_of(flat)
-        if home is None or not optimizer.is_whole or self._failure is not None or not optimizer.has_all(flat):
+        if home is None or not optimizer.is_whole or not optimizer.has_all(flat):
             return
         gradient = flat.gradient.take_final()
         if gradient is None:
@@ -95,6 +96,18 @@ class UpdatesInBackward:
         self._begun.add(id(home))
         self._queue.append((home, gradient))
         self._jobs.append(self.workers.submit(self._work))
+
+    def _prepare(self, optimizer: OffloadedOptimizer) -> None:
+        try:
+            optimizer.settle()
+        except Exception as problem:  # step() says it, on all ranks
+            self._failure = problem
+        optimizer.number_groups()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no update in backward has failed."""
+        return self._failure is None
 
     def _work(self) -> None:
         """On the thread: all that is waiting passes through the buffers as one stream."""

@@ -7,6 +7,7 @@ that of the last ones written. Rajbhandari et al., "ZeRO-Infinity: Breaking the 
 
 from __future__ import annotations
 
+import copy
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -15,19 +16,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..control import STATE, exchange, exchange_texts
 from ..errors import ConfigError, FSDPError, OffloadError
 from ..flat_param import FlatParameter
 from ..fsdp_unit import state_of
-from ..parameter import LocalSlice, engine_access, info_of, read_grad
-from ..watchdog import Waiting
+from ..optimizer_hooks import abandon_step
+from ..parameter import engine_access, info_of, read_grad
+from ..unit import UnitState
 from .files import warn_of_leftovers
+from .home_table import HomeTable
 from .homes import Home
 from .in_backward import UpdatesInBackward
 from .options import Offload
 from .pieces import Chunk
 from .state_view import StateView, guarded
-from .stream import Part, StepReport, Stream, Workers
+from .stream import Part, StepReport
+from .together import together
 from .update import Entry, Updater
 
 __all__ = ["OffloadedOptimizer", "offloaded"]
@@ -59,10 +62,11 @@ def offloaded(
         ConfigError, ShardedAccessError: The class or the model cannot be used; says what can.
         OffloadError: The directory cannot be used, or has too little room. On all ranks, with path and errno.
 
-    Collective: every rank of the model must call it; with ``"nvme"`` each step ends with one small message.
+    Collective: every rank of the model must call it; with ``"nvme"`` or ``in_backward`` each step ends with one small
+    message.
 
     Memory: with ``"nvme"`` ``buffers`` buffers of ``buffer_bytes`` per kind of state, whatever the size of the model,
-    and for each piece its step counter; with ``"cpu"`` the state.
+    and for each parameter its step counter; with ``"cpu"`` the state.
     """
     updater = Updater(optimizer_class, settings)
     if not isinstance(model, nn.Module):
@@ -86,9 +90,13 @@ def offloaded(
         )
     attributes = {"__module__": __name__, "update_class": optimizer_class}
     cls = type(optimizer_class.__name__, (OffloadedOptimizer,), attributes)
-    made = cls(updater, model, model.parameters() if params is None else params, offload, root.schedule.groups)
+    made = cls(updater, model, model.parameters() if params is None else params, root)
     if in_backward:
-        made.start_in_backward(root.schedule)
+        try:
+            made.start_in_backward(root.schedule)
+        except BaseException:
+            made.close()
+            raise
     return made
 
 
@@ -103,24 +111,32 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     update_class: type
 
-    def __init__(
-        self, updater: Updater, model: nn.Module, params: Iterable[Any], offload: Offload, groups: Any
-    ) -> None:
+    def __init__(self, updater: Updater, model: nn.Module, params: Iterable[Any], root: UnitState) -> None:
+        groups, offload = root.schedule.groups, root.schedule.offload
         self._view = StateView(self)
         self._updater = updater
-        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._models = [root.module, weakref.ref(model)]
+        self._names: dict[int, str] = {}
         self._offload = offload
         self._groups = groups
-        self._homes: dict[int, Home] = {}
-        self._stream: Stream | None = None
         self._failure: str | None = None
         self._is_closed = False
         self.last_step = StepReport()
         self.updates_in_backward: UpdatesInBackward | None = None
-        self._finalizer = weakref.finalize(self, _release, self._homes, (streams := []), (workers := []))
-        self._streams, self._workers = streams, workers
-        super().__init__(params, updater.defaults)
-        self._together("make the files of optimizer state", self._prepare)
+        self._table = table = HomeTable(updater, offload)
+        self._finalizer = weakref.finalize(self, table.close)
+
+        def make() -> None:
+            torch.optim.Optimizer.__init__(self, params, updater.defaults)
+            if offload.optimizer == "nvme" and groups.rank == groups.ranks[0]:
+                warn_of_leftovers(str(offload.path))
+            self.settle()
+
+        try:
+            together(groups, "make the optimizer and the files of its state", make)
+        except BaseException:
+            self.close()  # whoever holds the error holds this object
+            raise
 
     @property
     def state(self) -> StateView:  # type: ignore[override]
@@ -135,58 +151,52 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, value: Any) -> None:
         if hasattr(self, "param_groups"):  # the base class begins with an empty one
-            self._view.clear()
-            self._view.update(value)
+            self._view.replace(value)
 
     # ------------------------------------------------------------------ homes
 
     def start_in_backward(self, schedule: Any) -> None:
         self.updates_in_backward = UpdatesInBackward(self, schedule)
-        self._workers.append(self.updates_in_backward.workers)
+        self._table.workers.append(self.updates_in_backward.workers)
 
     def homes(self) -> list[Home]:
-        return list(self._homes.values())
+        return list(self._table)
+
+    def home_of(self, flat: FlatParameter) -> Home | None:
+        return self._table.of(flat)
+
+    def settle(self) -> None:
+        """Homes and regions for what the groups hold and ask for now."""
+        self._table.settle(self.param_groups, self._view.loose)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it may update: nothing has failed since a checkpoint was loaded."""
-        return self._failure is None
+        """Whether it may update, and be saved: nothing has failed since a checkpoint was loaded."""
+        early = self.updates_in_backward
+        return self._failure is None and (early is None or early.is_whole)
 
-    def home_of(self, flat: FlatParameter) -> Home | None:
-        home = self._homes.get(id(flat))
-        return home if home is not None and home.flat is flat else None
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of any optimizer.
 
-    def _prepare(self) -> None:
-        """Find what earlier runs left, and reserve all space."""
-        if self._offload.optimizer == "nvme" and self._groups.rank == self._groups.ranks[0]:
-            warn_of_leftovers(str(self._offload.path))
-        self._settle_homes()
-
-    def _settle_homes(self) -> None:
-        """A home for every flat parameter that trains; more come when parameters are unfrozen or added."""
-        wanted: dict[int, tuple[FlatParameter, set[int]]] = {}
-        for number, group in enumerate(self.param_groups):
-            for parameter in group["params"]:
-                info = info_of(parameter)
-                if info is not None and info.flat.trainable:
-                    wanted.setdefault(id(info.flat), (info.flat, set()))[1].add(number)
-        for key in [key for key in self._homes if key not in wanted]:
-            self._homes.pop(key).store.close()
-        made = False
-        for key, (flat, numbers) in wanted.items():
-            if self.home_of(flat) is None:
-                dtypes: dict[str, torch.dtype] = {}
-                for number in sorted(numbers):
-                    dtypes.update(self._updater.probe(self.param_groups[number], flat.dtype))
-                self._homes[key] = home = Home(flat, dtypes, self._offload)
-                with engine_access():
-                    for parameter in list(self._view.loose):
-                        info = info_of(parameter)
-                        if info is not None and info.flat is flat and home.holds(info.index):
-                            self._view[parameter] = self._view.loose.pop(parameter)
-                made = True
-        if made:
-            self._settle_stream()
+        Raises:
+            ConfigError: A parameter is not the model's.
+        """
+        super().add_param_group(param_group)
+        for key, value in self._updater.settings_of_new(param_group).items():
+            param_group.setdefault(key, value)
+        foreign = next((p for p in self.param_groups[-1]["params"] if self._name(p) is None), None)
+        if foreign is None:
+            return
+        self.param_groups.pop()
+        info = info_of(foreign)
+        raise ConfigError(
+            "a parameter group holds a parameter that is not in the model",
+            found=f"a tensor of shape {tuple(foreign.shape)}" if info is None else "one of another wrapped model",
+            unit=None if info is None else info.flat.unit_name,
+            parameter=None if info is None else info.name,
+            rank=self._groups.rank,
+            cure="give fsdp.offloaded the module that holds all of them, or make an optimizer for each model",
+        )
 
     # ------------------------------------------------------------------ steps
 
@@ -198,12 +208,35 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             OffloadError: State could not be read or written. Some units may have been updated and others not, so
                 further steps are refused until a checkpoint is loaded.
 
-        Collective, with ``"nvme"``: one message on the control group.
+        Collective, with ``"nvme"`` or ``in_backward``: one message on the control group.
         """
+        try:
+            return self._step(closure)
+        except BaseException:
+            abandon_step(self)
+            raise
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._refuse_failed()
+        began = time.perf_counter()
+        self.last_step = StepReport() if (early := self.updates_in_backward) is None else early.take_report()
+        try:
+            if self._offload.optimizer == "nvme" or early is not None:
+                together(self._groups, "update", self._update)
+            else:
+                self._update()
+        except BaseException as problem:
+            self._failure = self._failure or f"a failure to update: {problem}"
+            self._updater.forget_step()
+            raise
+        self.last_step.wall_s += time.perf_counter() - began
+        return loss
+
+    def _refuse_failed(self) -> None:
         if self._failure is not None:
             raise OffloadError(
                 "the optimizer's state is not whole",
@@ -211,14 +244,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 rank=self._groups.rank,
                 cure="load a checkpoint into the model and this optimizer",
             )
-        began = time.perf_counter()
-        self.last_step = StepReport() if (early := self.updates_in_backward) is None else early.take_report()
-        if self._offload.optimizer == "nvme":
-            self._together("update", self._update)
-        else:
-            self._update()
-        self.last_step.wall_s += time.perf_counter() - began
-        return loss
 
     def number_groups(self) -> None:
         """Note which group each parameter is in, for the updates that follow."""
@@ -234,9 +259,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _update(self) -> None:
         if self.updates_in_backward is not None:
             self.updates_in_backward.end_step()
-        self._settle_homes()
+        self.settle()
         self.number_groups()
-        homes: list[tuple[Home, torch.Tensor | None]] = [(home, None) for home in self._homes.values()]
+        homes: list[tuple[Home, torch.Tensor | None]] = [(home, None) for home in self._table]
         for home, _ in homes:
             home.store.check()
             home.begin()
@@ -244,6 +269,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._update_homes(homes, self.last_step)
         for home, _ in homes:
             home.end()
+        self._updater.end_step(self.param_groups)
 
     def update_reduced(self, reduced: list[tuple[Home, torch.Tensor]], report: StepReport) -> None:
         """Update whole flat parameters from gradient shards that their users do not hold, on any thread."""
@@ -270,8 +296,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     before = time.perf_counter()
                     home.update(self._updater, self.param_groups, chunk, self._group_of, home.store.part, reduced)
                     report.update_s += time.perf_counter() - before
-        if parts and self._stream is not None:
-            self._stream.run(parts, self._update_part, report)
+        if parts and self._table.stream is not None:
+            self._table.stream.run(parts, self._update_part, report)
 
     def _has_gradients(self, home: Home, chunk: Chunk) -> bool:
         with engine_access():
@@ -283,7 +309,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _part(self, home: Home, chunk: Chunk, reduced: torch.Tensor | None) -> Part:
         store: Any = home.store
-        is_new = not any(piece.has_state for piece in chunk.pieces)
+        is_new = not any(home.has_state(piece.index) for piece in chunk.pieces)
         return Part(store, chunk.start, chunk.stop, tuple(store.dtypes), is_new, (home, chunk, reduced))
 
     def _update_part(self, part: Part, regions: dict[str, torch.Tensor]) -> None:
@@ -310,60 +336,27 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     continue
                 value = parameter.detach().as_subclass(torch.Tensor)
                 gradient = gradient.detach().as_subclass(torch.Tensor)
-            entry = Entry(value, gradient, self._numbers[id(parameter)], self._view.loose.get(parameter))
+            entry = Entry(value, gradient, self._numbers[id(parameter)], self._view.loose.get(parameter, {}))
             entries.append((parameter, entry))
         if entries:
             self._updater.run([entry for _, entry in entries], self.param_groups)
             for parameter, entry in entries:
-                self._view.loose[parameter] = entry.state or {}
-
-    def _settle_stream(self) -> None:
-        """Buffers and threads for the widest home; made with the optimizer, so that a step needs nothing new."""
-        streamed = [home for home in self._homes.values() if home.store.is_streamed]
-        if not streamed:
-            return
-        regions = max(len(home.store.dtypes) for home in streamed)
-        size = max(home.buffer_bytes for home in streamed)
-        if self._stream is None or not self._stream.fits(size, regions):
-            if self._stream is not None:
-                self._stream.close()
-            self._stream = Stream(size, regions, self._offload.buffers)
-            self._streams[:] = [self._stream]
-
-    def _together(self, doing: str, call: Callable[[], None]) -> None:
-        """Do something that may fail on one rank, and raise on all if it does.
-
-        Collective: one message on the control group, and another with the reasons if any rank has failed.
-        """
-        failure: Exception | None = None
-        try:
-            call()
-        except Exception as problem:
-            failure = problem
-            self._failure = f"a failure to {doing}: {problem}"
-        except BaseException:  # a person's interrupt: no time for messages
-            self._failure = f"an interrupt while it was about to {doing}"
-            raise
-        waiting = Waiting("", f"agreement on whether all ranks could {doing}", 0)
-        merged = exchange(self._groups, STATE, 0, bytes([failure is not None]), waiting)
-        if merged is not None and not merged[0]:
-            return
-        self._failure = self._failure or f"another rank's failure to {doing}"
-        texts = exchange_texts(self._groups, None if failure is None else str(failure), waiting)
-        if failure is not None:
-            raise failure
-        failed = next(((rank, text) for rank, text in zip(self._groups.ranks, texts) if text is not None), None)
-        raise OffloadError(
-            f"rank {failed[0]} could not {doing}" if failed else f"not every rank is about to {doing}",
-            found=failed[1] if failed else None,
-            rank=failed[0] if failed else self._groups.rank,
-        )
+                self._view.loose[parameter] = entry.state
 
     # ------------------------------------------------------------------ state in and out
 
+    def state_is_about_to_be_filled(self) -> None:
+        """For ``load_checkpoint``, before it looks at the state: files that are lost are made anew.
+
+        Raises:
+            OffloadError: They cannot be made.
+        """
+        if self._table.replace_lost():
+            self._failure = "its files were lost"
+        self.settle()
+
     def state_to_fill(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor | None:
         """For ``load_checkpoint``: where a state may be written straight to; None if it has to be assigned."""
-        self._settle_homes()
         return self._view.to_fill(parameter, key, dtype)
 
     def state_is_being_filled(self) -> None:
@@ -372,6 +365,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def state_is_filled(self) -> None:
         self._failure = None
+        self._updater.forget_step()
         if self.updates_in_backward is not None:
             self.updates_in_backward.forget_failure()
 
@@ -380,15 +374,26 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Tensors of sharded parameters are this rank's slices, and refuse to be written as if they were whole.
         """
+        self._refuse_failed()
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
         named = {self._name(p): p for group in self.param_groups for p in group["params"]}
         groups = [{**group, "params": [self._name(p) for p in group["params"]]} for group in self.param_groups]
         view = self.state
         state = {name: guarded(view[p], info_of(p)) for name, p in named.items() if p in view}
-        return {"state": state, "param_groups": groups}
+        found = {"state": state, "param_groups": groups}
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            changed = hook(self, found)
+            found = found if changed is None else changed
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what :meth:`state_dict` gave, on a rank with the same slices."""
-        self._settle_homes()
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self.state_is_about_to_be_filled()
         known = {self._name(p): p for group in self.param_groups for p in group["params"]}
         saved = [list(group["params"]) for group in state_dict["param_groups"]]
         own = [[self._name(p) for p in group["params"]] for group in self.param_groups]
@@ -397,21 +402,28 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 "these parameter groups are not the optimizer's", expected=own, found=saved,
                 cure="fsdp.load_checkpoint matches groups by the names of their members",
             )  # fmt: skip
+        states = {name: dict(state) for name, state in state_dict["state"].items()}  # maybe views of what goes now
+        self.state_is_being_filled()
         for group, values in zip(self.param_groups, state_dict["param_groups"]):
-            group.update({key: value for key, value in values.items() if key != "params"})
+            group.update(copy.deepcopy({key: value for key, value in values.items() if key != "params"}))
+        self.settle()
         for name, parameter in known.items():
-            self._view.pop(parameter, None)
-            if name in state_dict["state"]:
-                with engine_access():
-                    self._view[parameter] = {
-                        key: value.as_subclass(torch.Tensor) if isinstance(value, LocalSlice) else value
-                        for key, value in state_dict["state"][name].items()
-                    }
+            if name in states:
+                self._view[parameter] = states[name]
+            elif parameter in self._view:
+                del self._view[parameter]
         self.state_is_filled()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
-    def _name(self, parameter: torch.Tensor) -> str:
+    def _name(self, parameter: torch.Tensor) -> str | None:
+        """A parameter's name in the model; None if it is not there."""
+        if id(parameter) not in self._names:  # the first, or of a module that was added
+            models = [model for ref in self._models if (model := ref()) is not None]
+            self._names = {id(p): name for model in models for name, p in model.named_parameters()}
         info = info_of(parameter)
-        return info.name if info is not None else self._names.get(id(parameter), f"parameter {id(parameter)}")
+        name = self._names.get(id(parameter))
+        return name if name is None or info is None else info.name
 
     def close(self) -> None:
         """End the threads and remove the files. Done at exit too, and when the optimizer is gone."""
@@ -430,14 +442,3 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return self.__reduce_ex__(2)
 
-
-def _release(homes: dict[int, Home], streams: list[Stream], workers: list[Workers]) -> None:
-    for worker in workers:
-        worker.stop()
-    workers.clear()
-    for stream in streams:
-        stream.close()
-    streams.clear()
-    for home in homes.values():
-        home.store.close()
-    homes.clear()

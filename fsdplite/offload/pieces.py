@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..layout import FlatLayout
 from .files import BLOCK_BYTES
@@ -28,9 +27,6 @@ class Piece:
         start, stop: In the shard.
         offset: Of ``start`` in this rank's slice of the parameter.
         place: Of ``start`` in the store.
-        keys: Regions in which it has state.
-        scalars: Its state that has no element per parameter element (step counters).
-        has_state: An update, or a load, has given it state.
     """
 
     index: int
@@ -38,9 +34,6 @@ class Piece:
     stop: int
     offset: int
     place: int
-    keys: tuple[str, ...] = ()
-    scalars: dict[str, Any] = field(default_factory=dict)
-    has_state: bool = False
 
     @property
     def numel(self) -> int:

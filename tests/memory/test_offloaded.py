@@ -373,9 +373,6 @@ def refused_body(folder: str) -> None:
     with pytest.raises(TypeError):
         fsdp.offloaded(torch.optim.AdamW, model, lrr=0.1)
     optimizer = fsdp.offloaded(torch.optim.SGD, model, lr=0.1)
-    train(model, optimizer, range(1))
-    optimizer.param_groups[0]["momentum"] = 0.9
-    expect_loud(lambda: train(model, optimizer, range(1)), "momentum_buffer", "reserved")
     import copy
     import pickle
 

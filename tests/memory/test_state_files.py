@@ -326,11 +326,17 @@ def life_body(folder: str) -> None:
     optimizer.close()
     assert files(folder) == [os.path.basename(foreign)]
     expect_loud(lambda: steps_of(model, optimizer, 1), "closed")
-    model, optimizer = three(folder)
-    assert len(files(folder)) == 4
-    del optimizer
     gc.collect()
-    assert files(folder) == [os.path.basename(foreign)]
+    gc.disable()
+    try:
+        model, optimizer = three(folder)
+        assert len(files(folder)) == 4
+        state = optimizer.state
+        del optimizer
+        assert files(folder) == [os.path.basename(foreign)], "at once, not when garbage is collected"
+        expect_loud(lambda: state[next(model.parameters())], "gone")
+    finally:
+        gc.enable()
     os.unlink(foreign)
 
 
