@@ -127,7 +127,7 @@ def run_step(
         for tensor in [*given, *model.parameters(), *model.buffers()]:
             recorder.live.exclude(tensor)
     try:
-        with _undisturbed(), mode, recorder.live, torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        with _undisturbed(), mode, recorder.live, torch.enable_grad():
             # What a budget allows is known after one step.
             for _ in range(1 if segments in (None, "sqrt") else 2):
                 recorder.restart()

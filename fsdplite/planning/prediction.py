@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..events import Trace
@@ -168,6 +171,24 @@ class Plan:
         return as_table(self)
 
 
+def _apart(function: Callable[..., Plan]) -> Callable[..., Plan]:
+    """Outside of any inference mode, and without a trace in random generators: the first optimizer of a process, say,
+    imports the compiler, which draws numbers.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Plan:
+        state = random.getstate()
+        try:
+            with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
+                return function(*args, **kwargs)
+        finally:
+            random.setstate(state)
+
+    return call
+
+
+@_apart
 def plan(model: Any, *, world_size: int | None = None, **options: Any) -> Plan:
     """Predict memory and traffic of a sharded step. No process group, no device, nothing allocated.
 
@@ -198,6 +219,7 @@ def plan(model: Any, *, world_size: int | None = None, **options: Any) -> Plan:
     return answer(ask(model, world_size, options))
 
 
+@_apart
 def answer(question: Question) -> Plan:
     """Replay a question's step."""
     blueprint, step = question.run()

@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 import fsdplite as fsdp
+from tests.planning.interpreter import run_python
 from tests.planning.llama import LLAMA_8B, LLAMA_70B, LLAMA_405B, Llama, LlamaBlock, Shape
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def run_python(*arguments: str) -> dict:
-    """The JSON that a fresh interpreter prints last."""
-    result = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -43,6 +26,7 @@ PLAN_70B = """
 import json, resource, time, warnings
 warnings.filterwarnings("ignore")
 import torch, fsdplite as fsdp
+from tests.planning.interpreter import run_python
 from tests.planning.llama import LLAMA_70B, Llama, LlamaBlock
 started = time.perf_counter()
 by_block = fsdp.by_class(LlamaBlock)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fsdplite as fsdp
 from fsdplite.errors import ConfigError, PolicyError, UnknownOptionError
+from tests.planning.interpreter import run_python
 from tests.planning.models import GPT, Block
 
 
@@ -138,6 +139,25 @@ def test_activations_and_recomputation() -> None:
     segments = wide.but(recompute="sqrt")
     assert thin.peak_bytes < wide.peak_bytes and segments.peak_bytes < wide.peak_bytes
     assert thin.traffic.numel() == segments.traffic.numel() == wide.traffic.numel()
+
+
+LEAVES_NO_TRACE = """
+import random, torch, rich.console
+from torch import nn
+import fsdplite as fsdp
+before = random.getstate(), torch.get_rng_state()
+def build():
+    torch.rand(1, device="cpu"), random.random()
+    return nn.Sequential(nn.Linear(8, 8), nn.Dropout())
+with torch.inference_mode():
+    fsdp.plan(build, world_size=2, inputs=torch.ones(2, 8)).fits("1GiB")
+assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+print("null")
+"""
+
+
+def test_the_first_plan_of_a_process_leaves_no_trace_in_random_generators() -> None:
+    run_python("-W", "ignore", "-c", LEAVES_NO_TRACE)
 
 
 def test_the_model_is_left_alone_and_nothing_is_allocated() -> None:
