@@ -99,7 +99,7 @@ def examine(path: Path, ranks: int | None = None, *, trial: bool = True) -> Iter
         return
     yield from backends(torch)
     yield from accelerators(torch)
-    local = ranks or torch.cuda.device_count() or int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
+    local = ranks or torch.cuda.device_count() or _count(os.environ.get("LOCAL_WORLD_SIZE", "")) or 1
     yield from launcher(os.environ)
     yield from addresses(os.environ)
     yield from disk(path)
@@ -176,11 +176,22 @@ def launcher(environment: Any) -> Iterator[Finding]:
         yield Finding("launcher", PROBLEM, f"{', '.join(there)} without {', '.join(missing)}",
                       "start with torchrun, or unset them all")  # fmt: skip
         return
-    rank, size = environment["RANK"], environment["WORLD_SIZE"]
+    rank, size, port = environment["RANK"], environment["WORLD_SIZE"], environment["MASTER_PORT"]
+    local = environment.get("LOCAL_WORLD_SIZE", "1")
     if not (rank.isdigit() and size.isdigit() and int(rank) < int(size)):
         yield Finding("launcher", PROBLEM, f"RANK={rank} and WORLD_SIZE={size}", "ranks are 0 to WORLD_SIZE - 1")
+    elif not 0 < _count(port) < 65536:
+        yield Finding("launcher", PROBLEM, f"MASTER_PORT={port}", "a port is a number from 1 to 65535")
+    elif not 0 < _count(local) <= int(size):
+        yield Finding("launcher", PROBLEM, f"LOCAL_WORLD_SIZE={local} and WORLD_SIZE={size}",
+                      "ranks on this machine are 1 to WORLD_SIZE")  # fmt: skip
     else:
         yield Finding("launcher", OK, f"rank {rank} of {size}")
+
+
+def _count(text: str) -> int:
+    """A number that an environment variable holds; 0 where it holds none."""
+    return int(text) if text.isdigit() else 0
 
 
 def addresses(environment: Any) -> Iterator[Finding]:
@@ -326,7 +337,9 @@ def threads(environment: Any, ranks: int) -> Iterator[Finding]:
     if len(words) == 2 and words[0].isdigit():
         cpus = max(1, min(cpus, round(int(words[0]) / int(words[1]))))
     text = environment.get("OMP_NUM_THREADS", "")
-    each = int(text) if text.isdigit() else cpus
+    each = _count(text) or cpus
+    if text and not _count(text):
+        yield Finding("OMP_NUM_THREADS", NOTE, f"'{text}' is no number of threads and is not heeded", "OMP_NUM_THREADS=1")
     crowded = each * ranks > cpus and ranks > 1
     found = f"{cpus} CPUs, {ranks} rank{'s' if ranks > 1 else ''} of {each} threads"
     cure = f"OMP_NUM_THREADS={max(1, cpus // ranks)}: more threads than CPUs slow each other down"

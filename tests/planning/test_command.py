@@ -91,11 +91,20 @@ def test_doctor_exits_with_one_where_something_would_fail(capsys: pytest.Capture
     assert main(["doctor", "--ranks", "0"]) == 2
 
 
+@pytest.mark.parametrize("size", ["0", "-2", "two", ""])
+def test_doctor_bears_a_broken_launcher(size: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", size)
+    found = {finding.what: finding.found for finding in doctor.examine(tmp_path, trial=False)}
+    assert found["threads"].partition(", ")[2].startswith("1 rank of")
+
+
 def test_doctor_on_the_launcher_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert statuses(doctor.launcher({"RANK": "0"}))["launcher"] == "problem"
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     assert statuses(doctor.launcher(torchrun))["launcher"] == "ok"
-    assert statuses(doctor.launcher(torchrun | {"RANK": "2"}))["launcher"] == "problem"
+    for wrong in ({"RANK": "2"}, {"MASTER_PORT": "http"}, {"MASTER_PORT": "99999"}, {"LOCAL_WORLD_SIZE": "0"},
+                  {"LOCAL_WORLD_SIZE": "x"}, {"LOCAL_WORLD_SIZE": "3"}):  # fmt: skip
+        assert statuses(doctor.launcher(torchrun | wrong))["launcher"] == "problem", wrong
     assert statuses(doctor.addresses({"GLOO_SOCKET_IFNAME": "absent0"}))["GLOO_SOCKET_IFNAME"] == "problem"
 
     def refuse(*_: object) -> None:
@@ -121,3 +130,4 @@ def test_doctor_on_scarce_resources(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert statuses(doctor.memory(4))["host memory"] == "problem"
     assert statuses(doctor.threads({"OMP_NUM_THREADS": "64"}, 8))["threads"] == "note"
     assert statuses(doctor.threads({"OMP_NUM_THREADS": "1"}, 1))["threads"] == "ok"
+    assert statuses(doctor.threads({"OMP_NUM_THREADS": "all"}, 1))["OMP_NUM_THREADS"] == "note"
