@@ -33,11 +33,11 @@ _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
 @media (prefers-color-scheme: dark) { body { background: #181818; color: #ddd; } th { background: #222; } }
 table { border-collapse: collapse; margin: .5rem 0 1.5rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .15rem .8rem .15rem 0; text-align: right; vertical-align: top; }
-th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; }
+th, td { padding: .15rem .8rem .15rem 0; text-align: right; vertical-align: top; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; white-space: normal; }
 th { position: sticky; top: 0; background: #fff; }
 svg { width: 100%; height: auto; display: block; } svg text { font: 11px sans-serif; fill: currentColor; }
-.key span { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em; }
+.key span { display: inline-block; margin-right: 1em; } .key b { display: inline-block; width: .8em; height: .8em; }
 .rows { max-height: 28rem; overflow: auto; }
 """
 
@@ -78,7 +78,7 @@ def _table(headings: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
 
 def _key(colours: dict[str, str], used: Iterable[str]) -> str:
     names = [name for name in colours if name in set(used)]
-    items = (f'<span style="background:{colours[name]}"></span>{escape(name.replace("_", "-"))}' for name in names)
+    items = (f'<span><b style="background:{colours[name]}"></b> {escape(name.replace("_", "-"))}</span>' for name in names)
     return f'<p class="key">{"".join(items)}</p>'
 
 
