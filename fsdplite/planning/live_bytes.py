@@ -42,7 +42,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = self.flops = self.traffic = self.operators = 0
         self._sizes: dict[int, int] = {}
-        self._kinds: dict[Any, tuple[Any, bool]] = {}
+        self._kinds: dict[Any, tuple[Any, bool, list[int]]] = {}
 
     def exclude(self, tensor: Tensor) -> None:
         """Never count this tensor's storage. The caller keeps it alive."""
@@ -59,7 +59,7 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func.namespace == "prim":
             return result  # questions about a fake tensor
-        formula, moves = self._kind(func)
+        formula, moves, written = self._kind(func)
         self.operators += moves
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
@@ -69,17 +69,23 @@ class LiveBytes(TorchDispatchMode):
                 self.traffic += tensor.numel() * tensor.element_size()
         if moves:
             self.traffic += sum(tensor.numel() * tensor.element_size() for tensor in _tensors(args))
+            for position in written:
+                self.traffic += sum(tensor.numel() * tensor.element_size() for tensor in _tensors(args[position]))
         if self.live > self.peak:
             self.peak = self.live
         return result
 
-    def _kind(self, func: Any) -> tuple[Any, bool]:
-        """An operator's formula for flops, and whether it moves data (views do not)."""
+    def _kind(self, func: Any) -> tuple[Any, bool, list[int]]:
+        """An operator's formula for flops, whether it moves data (views do not), and positional arguments that it writes
+        and does not return.
+        """
         kind = self._kinds.get(func)
         if kind is None:
             aliases = [value.alias_info for value in func._schema.returns]
             is_view = any(alias is not None and not alias.is_write for alias in aliases)
-            kind = self._kinds[func] = (_FORMULAS.get(func._overloadpacket), not is_view)
+            given = [] if aliases else [value.alias_info for value in func._schema.arguments if not value.kwarg_only]
+            written = [index for index, alias in enumerate(given) if alias is not None and alias.is_write]
+            kind = self._kinds[func] = (_FORMULAS.get(func._overloadpacket), not is_view, written)
         return kind
 
     def _see(self, tensor: Tensor) -> None:

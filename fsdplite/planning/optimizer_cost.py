@@ -28,7 +28,8 @@ class OptimizerCost:
         transient_per_largest: Bytes that a step needs for a moment, per element of the largest parameter.
         transient_per_element: The same, per element of all parameters together.
         traffic_per_element: Bytes that a step reads and writes, per element.
-        operators_per_parameter: Operators of a step, per parameter.
+        operators: Operators of a step, however many parameters there are (those that take them all at once).
+        operators_per_parameter: The others, per parameter.
     """
 
     state_per_element: float = 0.0
@@ -36,6 +37,7 @@ class OptimizerCost:
     transient_per_largest: float = 0.0
     transient_per_element: float = 0.0
     traffic_per_element: float = 0.0
+    operators: float = 0.0
     operators_per_parameter: float = 0.0
 
 
@@ -96,13 +98,15 @@ def measure_optimizer(make: Any, dtype: torch.dtype) -> OptimizerCost:
     three, five = _two_steps(make, dtype, 3), _two_steps(make, dtype, 5)
     per_element = max(0.0, (five.peak - three.peak) / 2 / _NUMEL)
     per_largest = max(0.0, three.peak / _NUMEL - 3 * per_element)
+    operators_per_parameter = (five.operators - three.operators) / 2
     return OptimizerCost(
         state_per_element=three.state / _NUMEL,
         state_per_parameter=three.fixed,
         transient_per_largest=per_largest,
         transient_per_element=per_element,
         traffic_per_element=five.traffic / 5 / _NUMEL,
-        operators_per_parameter=five.operators / 5,
+        operators=max(0.0, three.operators - 3 * operators_per_parameter),
+        operators_per_parameter=operators_per_parameter,
     )
 
 

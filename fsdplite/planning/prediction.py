@@ -333,7 +333,8 @@ def _update(
             low, high = planned.layout.local_range(index, rank)
             parts.append((planned.dtype, high - low))
     costs = {dtype: measure_optimizer(make, dtype) for dtype in {dtype for dtype, _ in parts}}
-    state = transient = largest = traffic = operators = 0.0
+    state = transient = largest = traffic = 0.0
+    operators = sum(cost.operators for cost in costs.values())
     for dtype, numel in parts:
         cost = costs[dtype]
         state += cost.state_per_element * numel + cost.state_per_parameter

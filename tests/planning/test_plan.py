@@ -59,6 +59,15 @@ def test_state_of_the_optimizer_is_measured(optimizer: object, per_element: int)
     assert abs(plan.resting.optimizer - per_element * 4 * 64 * 64 // 2) <= 4 * 4
 
 
+def test_an_update_of_all_tensors_at_once_moves_what_one_of_each_moves() -> None:
+    """SGD reads weight and gradient and writes the weight; on a device its operators take all parameters at once."""
+    for layers in (4, 40):
+        for device, operators in (("cpu", 2 + layers), ("cuda", 3)):
+            plan = fsdp.plan(tower(layers), world_size=1, optimizer="SGD", device=device)
+            (update,) = [task for task in plan.tasks if task.kind == "update"]
+            assert (update.bytes, update.operators) == (3 * plan.resting.parameters, operators), (device, layers)
+
+
 def test_momentum_given_by_a_function() -> None:
     plan = fsdp.plan(tower(), world_size=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
     assert plan.resting.optimizer == 4 * 4 * 64 * 64 // 2
