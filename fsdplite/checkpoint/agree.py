@@ -8,6 +8,7 @@ a rank that loses patience and a rank 0 that publishes cannot both have their wa
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import threading
 import time
@@ -71,7 +72,9 @@ class Agreement:
             owner, store = _own_connection()
             key = (owner, world.ranks)
             _calls[key] = number = _calls.get(key, 0) + 1
-            scope = "-".join(map(str, world.ranks)) if world.size <= 8 else f"{min(world.ranks)}x{world.size}"
+            scope = "-".join(map(str, world.ranks))
+            if world.size > 8:
+                scope = hashlib.blake2b(scope.encode(), digest_size=8).hexdigest()
             self._store = dist.PrefixStore(f"fsdplite/checkpoint/{scope}/{number}", store)
 
     # ------------------------------------------------------------------ the context

@@ -42,6 +42,7 @@ __all__ = [
 
 PUBLISHED = re.compile(r"step-(0|[1-9][0-9]*)")
 RANK_FILE = re.compile(r"rank-[0-9]+-of-[0-9]+\.safetensors")
+_BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")
 # Directories that a save works in. Only names of exactly this form are ever removed.
 WORKING = re.compile(r"\.step-(0|[1-9][0-9]*)\.[0-9a-f]{16}\.(saving|replaced|removing)")
 
@@ -86,6 +87,8 @@ def root_path(root: Any) -> str:
         raise CheckpointError("no path has a zero character in it", found=repr(path), phase="find")
     if is_url(path):
         return path.rstrip("/")
+    if not isinstance(root, (str, bytes)) and _BROKEN_URL.match(path):
+        raise ConfigError("a path object took a slash out of this URL", found=path, cure="give the URL as text")
     return os.path.abspath(path)
 
 
@@ -210,11 +213,13 @@ def refuse_replacing(fs: FileSystem, root: str, step: int) -> None:
 
     A published step at a URL cannot be exchanged for another in one operation; and no step goes into a step.
     """
-    if (itself := published_itself(fs, root)) is not None:
+    if (outer := _enclosing_checkpoint(fs, root)) is not None:
+        folder, manifest = outer
+        where = "itself" if folder == root else "inside"
         raise ConfigError(
-            f"the root is itself the directory of a checkpoint, of step {itself.step}",
+            f"the root is {where} the directory of a checkpoint, of step {manifest.step}",
             found=root,
-            cure=f"give the root, {os.path.dirname(root)}",
+            cure=f"give the root, {os.path.dirname(folder)}",
         )
     if fs.is_remote and any(manifest.step == step for _, manifest in published(fs, root)):
         raise ConfigError(
@@ -231,6 +236,23 @@ def refuse_replacing(fs: FileSystem, root: str, step: int) -> None:
             path=final,
             cure="save under another step, or move it elsewhere",
         )
+
+
+def _enclosing_checkpoint(fs: FileSystem, path: str) -> tuple[str, Manifest] | None:
+    """The published checkpoint that ``path`` is, or lies in. Above it only directories with names of steps count."""
+    above, here = os.path.dirname(path), path
+    while True:
+        if (here == path or PUBLISHED.fullmatch(os.path.basename(here))) and (found := published_itself(fs, here)):
+            return here, found
+        if above in ("", here):
+            return None
+        above, here = os.path.dirname(above), above
+
+
+def make_room(fs: FileSystem, root: str, step: int) -> None:
+    """At a URL remove what is in the step's place and not published; elsewhere it goes when the new one is there."""
+    if fs.is_remote:
+        remove_tree(fs, os.path.join(root, step_directory(step)))
 
 
 def _working(root: str, step: int, run_id: str, purpose: str) -> str:

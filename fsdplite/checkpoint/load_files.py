@@ -83,6 +83,8 @@ def _find(fs: FileSystem, folder: str) -> tuple[str, list[str]]:
         path = os.path.join(folder, INDEX)
         try:
             wanted = list(dict.fromkeys(json.loads(read_all(fs, path))["weight_map"].values()))
+            if strange := [name for name in wanted if not isinstance(name, str)]:
+                raise ValueError(f"{strange[0]!r} is listed as a file")
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise CheckpointError("the index cannot be read", found=repr(problem), phase="find", path=path) from None
         absent = [name for name in wanted if name not in names]

@@ -18,7 +18,7 @@ from ..schedule import Schedule
 from ..unit import UnitState
 from ..user_warning import warn_user
 from .manifest import is_reserved
-from .tensor_bytes import dtype_name, flat_view
+from .tensor_bytes import dtype_name, flat_view, odd_kind
 
 __all__ = ["ModelState", "ModelTensor", "collect", "refuse_unready", "unfilled_names"]
 
@@ -132,7 +132,21 @@ def _parameter(name: str, parameter: torch.Tensor) -> ModelTensor:
         return ModelTensor(
             [name], parameter, tuple(info.full_shape), dtype_name(info.flat.dtype, name), None, info.flat, info.index
         )
+    _refuse_odd(name, parameter)
     return ModelTensor([name], parameter, tuple(parameter.shape), dtype_name(parameter.dtype, name))
+
+
+def _refuse_odd(name: str, tensor: torch.Tensor) -> None:
+    """Raise for a tensor whose bytes are not its values."""
+    if kind := odd_kind(tensor):
+        raise CheckpointError(
+            f"'{name}' cannot be stored or loaded",
+            expected="an ordinary tensor",
+            found=kind,
+            parameter=name,
+            cure="run a forward first" if torch.nn.parameter.is_lazy(tensor) else "make it a non-persistent buffer, "
+            "or an ordinary tensor",
+        )
 
 
 def _buffers(model: nn.Module) -> Iterator[ModelTensor]:
@@ -144,6 +158,7 @@ def _buffers(model: nn.Module) -> Iterator[ModelTensor]:
             name = plain_name(f"{prefix}.{key}" if prefix else key)
             known = seen.get(id(buffer))
             if known is None:
+                _refuse_odd(name, buffer)
                 seen[id(buffer)] = ModelTensor(
                     [name], buffer, tuple(buffer.shape), dtype_name(buffer.dtype, name), (module, key)
                 )

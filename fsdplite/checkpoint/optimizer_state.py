@@ -16,7 +16,7 @@ from ..errors import CheckpointError, ConfigError
 from ..parameter import engine_access
 from .manifest import split_state_name, state_name
 from .model_state import ModelState, ModelTensor
-from .tensor_bytes import dtype_name, flat_view
+from .tensor_bytes import dtype_name, flat_view, odd_kind
 from .values import decode_value, encode_value, scalar_json, scalar_tensor
 
 __all__ = ["OptimizerState", "check_optimizer", "collect", "decode_settings"]
@@ -70,6 +70,12 @@ def collect(optimizer: Any, model: ModelState, left_out: set[str]) -> OptimizerS
             "the optimizer's state is not whole: a step failed after some parameters were updated and others not",
             cure="load a checkpoint into the model and this optimizer, or save the model without it",
         )
+    for key in optimizer.state:
+        if not isinstance(key, torch.Tensor):
+            raise CheckpointError(
+                f"state[{key!r}] of the optimizer belongs to no parameter, and would not be stored",
+                cure="keep it in a parameter group, or take it out and pass it in extra=",
+            )
     known = {entry.name for entry in model.tensors}
     result = OptimizerState(type(optimizer).__name__)
     for number, group in enumerate(optimizer.param_groups):
@@ -136,6 +142,10 @@ def _collect_state(result: OptimizerState, member: ModelTensor, state: dict[str,
                 )
             result.scalars.setdefault(name, {})[key] = encoded
             continue
+        if kind := odd_kind(value):
+            raise CheckpointError(
+                f"{where} cannot be stored", expected="an ordinary tensor", found=kind, parameter=name
+            )
         with engine_access():
             is_moment = value.shape == local_shape and not (value.dim() == 0 and key in _SCALARS)
         if is_moment:

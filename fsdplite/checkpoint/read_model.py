@@ -29,6 +29,9 @@ class Reading:
         agreement: Of this call.
         fs: Where.
         folder: That holds the files.
+
+    Attributes:
+        bytes_read: Of tensor data, from files that are closed.
     """
 
     def __init__(self, agreement: Agreement, fs: FileSystem, folder: str) -> None:
@@ -37,11 +40,7 @@ class Reading:
         self._fs = fs
         self._files: dict[int, RankFile] = {}
         self._wanted: dict[int, list[list[Request]]] = {}
-
-    @property
-    def bytes_read(self) -> int:
-        """Of tensor data."""
-        return sum(file.bytes_read for file in self._files.values())
+        self.bytes_read = 0
 
     def open(self, number: int, name: str, record: FileRecord | None) -> RankFile:
         """Open file ``number`` and prove its header."""
@@ -51,7 +50,9 @@ class Reading:
 
     def close(self) -> None:
         while self._files:
-            self._files.popitem()[1].close()
+            file = self._files.popitem()[1]
+            self.bytes_read += file.bytes_read
+            file.close()
 
     # ------------------------------------------------------------------ what is wanted
 
@@ -160,6 +161,7 @@ class Reading:
             if begin is not None:
                 begin()
             self._read(self._wanted)
+            self.close()  # what can fail on one rank comes before all hear that none has
             self._together("done")
             for write_back in write_backs:
                 write_back()

@@ -99,7 +99,10 @@ class RemoteFileSystem(FileSystem):
 
     def list(self, path: str) -> list[str]:
         self._fs.invalidate_cache()
-        names = [name.rstrip("/").rpartition("/")[2] for name in self._fs.ls(path, detail=False)]
+        found = self._fs.ls(path, detail=True)
+        if len(found) == 1 and found[0]["type"] == "file" and found[0]["name"] == self._fs._strip_protocol(path):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+        names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in found]
         return sorted(name for name in names if name)
 
     def size(self, path: str) -> int:

@@ -104,8 +104,15 @@ def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> list[Te
 def build_header(specs: list[TensorSpec], *, checksums: list[int] | None = None, chunked: bool = True) -> bytes:
     """Header with its length. With ``chunked`` it holds the table of checksums: zeros until they are known."""
     names = [spec.name for spec in specs]
-    if len(set(names)) != len(names) or "__metadata__" in names:
+    if len(set(names)) != len(names):
         raise CheckpointError("a name stands twice in one file", found=sorted(n for n in names if names.count(n) > 1))
+    for name in names:
+        if name == "__metadata__" or not _is_text(name):
+            raise CheckpointError(
+                f"a safetensors file cannot hold a tensor that is called {name!r}",
+                expected="another name than __metadata__, in characters that UTF-8 has",
+                cure="rename it",
+            )
     metadata = {"format": "pt"}
     if chunked:
         count = sum(chunk_count(spec.size_bytes) for spec in specs)
@@ -125,6 +132,14 @@ def build_header(specs: list[TensorSpec], *, checksums: list[int] | None = None,
             "a safetensors header may have 100,000,000 bytes", found=f"{len(text)} bytes for {len(specs)} tensors"
         )
     return len(text).to_bytes(8, "little") + text
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # half of a pair
+        return False
+    return True
 
 
 def chunk_checksums(view: memoryview) -> list[int]:
@@ -175,9 +190,9 @@ def _parse(raw: bytes, file_bytes: int) -> Header:
     if len(raw) + end != file_bytes:
         raise ValueError(f"header and tensors have {len(raw) + end} bytes, the file has {file_bytes}")
     header = Header(len(raw), end, {spec.name: spec for spec in specs}, metadata, zlib.crc32(raw))
-    if _TABLE in metadata:
-        if metadata.get(_CHUNK) != str(CHUNK_BYTES):
-            raise ValueError(f"chunks of {metadata.get(_CHUNK)} bytes, expected {CHUNK_BYTES}")
+    if _TABLE in metadata and _CHUNK in metadata:  # one of them alone is somebody else's
+        if metadata[_CHUNK] != str(CHUNK_BYTES):
+            raise ValueError(f"chunks of {metadata[_CHUNK]} bytes, expected {CHUNK_BYTES}")
         count = 0
         for spec in specs:
             header.first_chunk[spec.name] = count

@@ -179,10 +179,11 @@ class _Save:
             )
         manifest = self._plan(structure, notes, run_id)
         agreement.phase = "prepare"
+        catalog.refuse_replacing(fs, self._root, self._step)
         catalog.make_directories(fs, self._root)
         for kept in catalog.clean(fs, self._root):
             warn_user(f"save_checkpoint could not remove what an earlier save has left: {kept}")
-        catalog.refuse_replacing(fs, self._root, self._step)
+        catalog.make_room(fs, self._root, self._step)
         fs.make_directory(staging)
         with contextlib.nullcontext() if fs.is_remote else fs.held(staging):  # other jobs' cleaning leaves it alone
             self._lead_writing(staging, manifest, "start" if differ else "go")

@@ -10,7 +10,7 @@ import torch
 from ..errors import CheckpointError
 from ..parameter import engine_access
 
-__all__ = ["bytes_of", "dtype_name", "flat_view", "host_blocks", "torch_dtype"]
+__all__ = ["bytes_of", "dtype_name", "flat_view", "host_blocks", "odd_kind", "torch_dtype"]
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -36,6 +36,17 @@ def torch_dtype(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise CheckpointError(f"this torch has no dtype for {name}")
     return _DTYPES[name]
+
+
+def odd_kind(tensor: torch.Tensor) -> str | None:
+    """What a tensor is instead of values side by side that anybody can read; None for an ordinary one."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return "a parameter without a shape yet"
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"a {type(tensor).__name__}, which keeps its values in a way of its own"
+    if tensor.is_nested or tensor.layout != torch.strided:
+        return "a nested tensor" if tensor.is_nested else f"a {tensor.layout} tensor"
+    return None
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from ..errors import CheckpointError
 from ..parameter import engine_access
 from .manifest import MARKS
 from .safetensors_file import build_header, lay_out, parse_header
-from .tensor_bytes import bytes_of, dtype_name, flat_view, torch_dtype
+from .tensor_bytes import bytes_of, dtype_name, flat_view, odd_kind, torch_dtype
 
 __all__ = ["decode_value", "digest", "encode_value", "pack", "scalar_json", "scalar_tensor", "unpack"]
 
@@ -63,9 +63,8 @@ def encode_value(value: Any, where: str, tensors: dict[str, torch.Tensor], depth
 def _check_tensor(tensor: torch.Tensor, where: str) -> None:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise _refused(type(tensor).__name__, where)
-    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
-        kind = "meta" if tensor.is_meta else "nested" if tensor.is_nested else tensor.layout
-        raise _refused(f"a {kind} tensor", where)
+    if kind := "a meta tensor" if tensor.is_meta else odd_kind(tensor):
+        raise _refused(kind, where)
     dtype_name(tensor.dtype, where)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +38,34 @@ def test_a_local_protocol(tmp_path, world_size):
     model = Vec(11, 0.0, torch.float32)
     fsdp.load_safetensors(model, f"file://{tmp_path}/hf")
     assert set(model.w.tolist()) == {1.0}
+
+
+def test_one_file_at_a_url(tmp_path):
+    fsdp.save_checkpoint(f"file://{tmp_path}/run", Vec(11, 3.0, torch.float32), step=1)
+    fsdp.export_safetensors(f"file://{tmp_path}/run", tmp_path / "hf")
+    model = Vec(11, 0.0, torch.float32)
+    fsdp.load_safetensors(model, f"file://{tmp_path}/hf/model.safetensors")
+    assert set(model.w.tolist()) == {3.0}
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"crc32": "0012'])
+def test_a_torn_step_at_a_url_is_saved_again(tmp_path, torn):
+    """Where closing a file is not atomic, a crash leaves part of a manifest."""
+    root = f"file://{tmp_path}"
+    fsdp.save_checkpoint(root, Vec(11, 1.0), step=1)
+    (tmp_path / "step-2").mkdir()
+    (tmp_path / "step-2" / "rank-0-of-1.safetensors").write_bytes(b"torn")
+    (tmp_path / "step-2" / "manifest.json").write_bytes(torn)
+    assert fsdp.latest_step(root) == 1
+    fsdp.save_checkpoint(root, Vec(11, 2.0), step=2)
+    assert fsdp.latest_step(root) == 2 and values_in(tmp_path / "step-2") == {2.0}
+
+
+def test_a_path_object_cannot_hold_a_url(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in (Path("memory://run"), Path("s3://bucket/run")):
+        expect_loud(lambda: fsdp.save_checkpoint(path, Vec(11, 1.0), step=1), "slash", "as text")
+    assert not os.listdir(tmp_path)
 
 
 class Failing(RemoteFileSystem):

@@ -29,6 +29,15 @@ def loaded(root, **options):
     return report.step, set(model.w.tolist())
 
 
+def test_no_root_in_a_step(tmp_path):
+    save(tmp_path, 5)
+    for place in ("step-5", "step-5/run", "step-5/a/b"):
+        needles = ("the directory of a checkpoint, of step 5", f"give the root, {tmp_path}")
+        expect_loud(lambda: save(tmp_path / place, 6), *needles)
+    save(tmp_path / "step-05" / "run", 6)  # the name of no step
+    assert sorted(os.listdir(tmp_path / "step-5")) == ["manifest.json", "rank-0-of-1.safetensors"]
+
+
 def test_folders_in_a_step_do_not_stop_later_saves(tmp_path):
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
     elsewhere.mkdir()

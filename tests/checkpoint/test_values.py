@@ -257,6 +257,81 @@ def test_states_whose_names_would_be_one_are_refused(tmp_path):
         fsdp.save_checkpoint(tmp_path, model, optimizer, step=1)
 
 
+class OfItsOwn(torch.Tensor):
+    """A tensor whose memory is elsewhere: bytes read from its own are a crash."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return OfItsOwn(function(*(a.inner if isinstance(a, OfItsOwn) else a for a in args), **(kwargs or {})))
+
+
+@pytest.mark.parametrize(
+    "odd, says",
+    [(lambda: OfItsOwn(torch.ones(2, 2)), "a OfItsOwn"), (lambda: torch.ones(2, 2).to_sparse(), "sparse_coo"),
+     (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]), "nested"),
+     (nn.parameter.UninitializedBuffer, "without a shape"), (nn.parameter.UninitializedParameter, "without a shape")],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_tensors_whose_bytes_are_not_their_values_are_refused_by_name(tmp_path, odd, says):
+    model = nn.Linear(2, 2)
+    tensor = odd()
+    if isinstance(tensor, nn.Parameter) or nn.parameter.is_lazy(tensor) and "Parameter" in type(tensor).__name__:
+        model.odd = tensor
+    else:
+        model.register_buffer("odd", tensor)
+    with pytest.raises(fsdp.CheckpointError, match=rf"(?s)'odd' cannot be stored.*{says}"):
+        fsdp.save_checkpoint(tmp_path, model, step=1)
+    assert fsdp.latest_step(tmp_path) is None
+
+
+def test_optimizer_states_that_would_be_lost_are_refused_by_name(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state["global"] = {"d": 3.0}
+    with pytest.raises(fsdp.CheckpointError, match=r"state\['global'\] of the optimizer belongs to no parameter"):
+        fsdp.save_checkpoint(tmp_path, model, optimizer, step=1)
+    del optimizer.state["global"]
+    optimizer.state[model.weight]["quantized"] = OfItsOwn(torch.ones(2, 2))
+    with pytest.raises(fsdp.CheckpointError, match="(?s)'quantized' of 'weight' cannot be stored.*a OfItsOwn"):
+        fsdp.save_checkpoint(tmp_path, model, optimizer, step=1)
+    assert fsdp.latest_step(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "half of a pair \udc80"])
+def test_names_that_no_file_can_hold_are_refused_by_name(tmp_path, name):
+    model = nn.Linear(1, 1)
+    model.register_parameter(name, nn.Parameter(torch.ones(2)))
+    with pytest.raises(fsdp.CheckpointError) as caught:
+        fsdp.save_checkpoint(tmp_path, model, step=1)
+    assert f"cannot hold a tensor that is called {name!r}" in str(caught.value)
+    fsdp.save_checkpoint(tmp_path, nn.Linear(1, 1), step=2, extra={name: 1}, per_rank={name: torch.ones(1)})
+    report = fsdp.load_checkpoint(tmp_path, nn.Linear(1, 1))
+    assert report.extra == {name: 1} and report.per_rank[name].item() == 1
+
+
+def test_metadata_of_somebody_else_is_left_alone(tmp_path):
+    model = nn.Linear(3, 2)
+    for metadata in ({"crc32": "deadbeef"}, {"chunk_bytes": "1", "format": "pt"}):
+        write_safetensors(model.state_dict(), f"{tmp_path}/model.safetensors", metadata)
+        other = nn.Linear(3, 2)
+        fsdp.load_safetensors(other, tmp_path)
+        assert torch.equal(other.weight, model.weight)
+
+
+def test_an_index_that_lists_no_file_names(tmp_path):
+    write_safetensors(nn.Linear(3, 2).state_dict(), f"{tmp_path}/model-00001-of-00001.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": 1}}))
+    with pytest.raises(fsdp.CheckpointError, match="(?s)the index cannot be read.*1 is listed as a file"):
+        fsdp.load_safetensors(nn.Linear(3, 2), tmp_path)
+
+
 @pytest.mark.parametrize("wrong", [list, dict, object])
 def test_what_is_no_optimizer_is_refused(tmp_path, wrong):
     model = nn.Linear(1, 1)
@@ -286,9 +361,10 @@ def test_rename_must_make_names(tmp_path):
             fsdp.load_safetensors(model, tmp_path, rename=rename)
 
 
-def write_safetensors(tensors: dict[str, torch.Tensor], path: str) -> None:
+def write_safetensors(tensors: dict[str, torch.Tensor], path: str, metadata: dict[str, str] | None = None) -> None:
     """The format by hand, for fp32."""
-    header, data = {}, b""
+    header: dict = {} if metadata is None else {"__metadata__": metadata}
+    data = b""
     for name, tensor in tensors.items():
         piece = struct.pack(f"<{tensor.numel()}f", *tensor.flatten().tolist())
         offsets = [len(data), len(data) + len(piece)]
