@@ -24,7 +24,8 @@ from .gradient_buffer import GradientBuffer
 from .gradient_hooks import PostAccumulateHooks, leaf_hook
 from .groups import Groups
 from .offload.resting import OnDevice
-from .parameter import ParameterInfo, ShardedParameter, engine_access, read_grad, write_grad
+from .local_slice import ParameterInfo, engine_access, read_grad, write_grad
+from .parameter import ShardedParameter
 from .stage import Stage
 from .streams import lane_for
 from .watchdog import Waiting

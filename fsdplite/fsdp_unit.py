@@ -18,7 +18,8 @@ from torch import nn
 
 from .errors import ConfigError, FSDPError, WrapError
 from .norm import clip_grad_norm
-from .parameter import ShardedParameter, info_of
+from .local_slice import info_of
+from .parameter import ShardedParameter
 from .unit import UnitState
 
 __all__ = ["FSDPUnit", "become_unit", "state_of"]

@@ -18,7 +18,8 @@ from .collectives import all_gather, broadcast
 from .errors import ConfigError, FSDPError, did_you_mean
 from .flat_param import FlatParameter, owner_of
 from .fsdp_unit import state_of
-from .parameter import ShardedParameter, engine_access, info_of, read_grad
+from .local_slice import engine_access, info_of, read_grad
+from .parameter import ShardedParameter
 from .watchdog import Waiting
 
 __all__ = ["full_grad", "full_params", "full_state_dict"]

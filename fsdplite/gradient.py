@@ -16,7 +16,7 @@ import torch.distributed as dist
 from .collectives import all_reduce
 from .errors import ConfigError, GradientError
 from .groups import Groups
-from .parameter import COPIES, NORMS, engine_access, read_grad
+from .local_slice import COPIES, NORMS, engine_access, read_grad
 from .watchdog import Waiting
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 from . import events
 from .collectives import Pending, all_reduce, reduce_scatter
 from .gradient import PendingGrad, ShardedGrad, pending_error
-from .parameter import engine_access, read_grad, write_grad
+from .local_slice import engine_access, read_grad, write_grad
 from .streams import lane_for
 from .watchdog import Waiting
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from .parameter import engine_access, read_grad, write_grad
+from .local_slice import engine_access, read_grad, write_grad
 
 if TYPE_CHECKING:
     from .flat_param import FlatParameter

@@ -10,7 +10,7 @@ from torch import nn
 
 from .errors import ConfigError
 from .gradient import combine_norms, local_norm, norm_dtype
-from .parameter import engine_access
+from .local_slice import engine_access
 
 if TYPE_CHECKING:
     from .groups import Groups

@@ -18,7 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .errors import GradientError, ShardedAccessError, WrapError
 from .flat_param import owner_of
 from .gradient import PendingGrad, ShardedGrad, pending_error
-from .parameter import LocalSlice, RestingLeaf, ShardedParameter, as_local_slice, engine_access, info_of, read_grad
+from .local_slice import LocalSlice, as_local_slice, engine_access, info_of, read_grad
+from .parameter import RestingLeaf, ShardedParameter
 from .user_warning import warn_user
 
 __all__ = ["WHOLE_TENSOR_OPTIMIZERS", "abandon_step", "exempt", "flip_again", "install", "restore"]

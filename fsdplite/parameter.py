@@ -9,129 +9,29 @@ stay the defaults.
 from __future__ import annotations
 
 import sys
-import types
-from typing import TYPE_CHECKING, Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from .errors import ShardedAccessError
+from .local_slice import (
+    ELEMENTWISE,
+    FILLING,
+    ParameterInfo,
+    as_local_slice,
+    engine_access,
+    info_of,
+    instances_in,
+    is_initialiser,
+    matches,
+    read_grad,
+    refusal,
+    write_grad,
+)
 
-if TYPE_CHECKING:
-    from .flat_param import FlatParameter
-
-__all__ = ["LocalSlice", "ParameterInfo", "RestingLeaf", "ShardedParameter", "as_local_slice", "engine_access", "info_of", "read_grad", "write_grad"]
-
-# Plain access to .grad, past the property below; to be used under engine_access().
-read_grad = torch._C.TensorBase.grad.__get__
-write_grad = torch._C.TensorBase.grad.__set__
-engine_access = torch._C.DisableTorchFunctionSubclass  # the engine's own reads and writes skip the checks below
-
-
-class ParameterInfo:
-    """What a user's parameter knows about its place: the flat parameter that owns it and its index there."""
-
-    __slots__ = ("flat", "index")
-
-    def __init__(self, flat: FlatParameter, index: int) -> None:
-        self.flat = flat
-        self.index = index
-
-    @property
-    def name(self) -> str:
-        return self.flat.names[self.index]
-
-    @property
-    def full_shape(self) -> torch.Size:
-        return torch.Size(self.flat.layout.slots[self.index].shape)
-
-    @property
-    def local_range(self) -> tuple[int, int]:
-        return self.flat.layout.local_range(self.index, self.flat.groups.shard_rank)
-
-
-def info_of(parameter: torch.Tensor) -> ParameterInfo | None:
-    """The info of a parameter that a unit owns, else None."""
-    return parameter.__dict__.get("_fsdp_info") if isinstance(parameter, torch.Tensor) else None
-
-
-# Still this rank's part of a parameter or gradient: it stays refused where a part would be taken for the whole.
-COPIES = {
-    "clone", "detach", "to", "cpu", "cuda", "half", "float", "double", "bfloat16", "contiguous", "abs", "view", "reshape",
-    "flatten",
-}  # fmt: skip
-NORMS = {
-    "linalg_vector_norm", "vector_norm", "norm", "linalg_norm", "linalg_matrix_norm", "matrix_norm", "nuclear_norm",
-    "frobenius_norm", "dist", "renorm", "renorm_", "normalize", "cdist", "_foreach_norm",
-}  # fmt: skip
-
-
-class LocalSlice(torch.Tensor):
-    """A plain tensor in element-wise arithmetic. It refuses norms, and to be written to a file as if it were whole."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in NORMS:
-            owner = next(_instances_in((args, kwargs or {}), LocalSlice))
-            raise owner._refuse_norm(name)
-        with engine_access():
-            result = func(*args, **(kwargs or {}))
-        if name in COPIES and isinstance(result, torch.Tensor) and isinstance(args[0], LocalSlice):
-            return as_local_slice(result, args[0]._fsdp_info) if result.numel() == args[0].numel() else result
-        return result
-
-    def _refuse_norm(self, call: str) -> ShardedAccessError:
-        info: ParameterInfo = self._fsdp_info
-        with engine_access():
-            numel = self.numel()
-        return ShardedAccessError(
-            f"'{call}' of a parameter's slice would be the number of one rank's part",
-            expected=f"the full tensor of shape {tuple(info.full_shape)}",
-            found=f"this rank's slice of {numel} of {info.full_shape.numel()} elements",
-            unit=info.flat.unit_name,
-            parameter=info.name,
-            rank=info.flat.groups.rank,
-            cure="open `with fsdp.full_params(module):`, where the parameter is whole; for the slice alone take "
-            "p.detach().as_subclass(torch.Tensor)",
-        )
-
-    def _refuse(self, call: str) -> ShardedAccessError:
-        info = self.__dict__.get("_fsdp_info")
-        return ShardedAccessError(
-            f"{call} of a rank's slice would write a part as if it were the whole",
-            found=f"{self.numel()} elements" + (f" of {info.full_shape.numel()}" if info else ""),
-            unit=info.flat.unit_name if info else None,
-            parameter=info.name if info else None,
-            rank=info.flat.groups.rank if info else None,
-            cure="use fsdp.save_checkpoint(root, model, optimizer, ...) for a checkpoint, or write what "
-            "fsdp.full_state_dict(model) returns",
-        )
-
-    def __reduce_ex__(self, protocol: int) -> Any:
-        raise self._refuse("pickling")
-
-    def __deepcopy__(self, memo: dict) -> torch.Tensor:
-        copied = self.clone()
-        memo[id(self)] = copied
-        return copied
-
-    def untyped_storage(self) -> Any:
-        raise self._refuse("reading the storage")
-
-    def storage(self) -> Any:
-        raise self._refuse("reading the storage")
-
-    def data_ptr(self) -> int:
-        raise self._refuse("reading the memory")
-
-
-def as_local_slice(tensor: torch.Tensor, info: ParameterInfo) -> LocalSlice:
-    """A tensor of one element per element of this rank's slice, guarded."""
-    local = tensor.as_subclass(LocalSlice)
-    local._fsdp_info = info
-    return local
-
+__all__ = ["RestingLeaf", "ShardedParameter"]
 
 _UNREADABLE_PROPERTIES = {"T", "mT", "H", "mH", "real", "imag"}
 _METADATA = {
@@ -143,22 +43,6 @@ _METADATA = {
 _MAKERS = {
     "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full",
     "new_tensor", "clone",
-}  # fmt: skip
-_ELEMENTWISE = {
-    "zero_", "fill_", "copy_", "add_", "sub_", "subtract_", "mul_", "multiply_", "div_", "divide_", "true_divide_",
-    "addcmul_", "addcdiv_", "lerp_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "neg_", "negative_", "abs_",
-    "sqrt_", "rsqrt_", "square_", "reciprocal_", "pow_", "exp_", "log_", "sign_", "nan_to_num_", "round_", "floor_",
-    "ceil_", "trunc_", "tanh_", "sigmoid_", "relu_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__",
-    "constant_", "ones_", "zeros_",
-}  # fmt: skip
-_WRITES = {"__setitem__"} | {
-    f"__i{operator}__"
-    for operator in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-}
-_FILLING = {"zero_", "fill_", "copy_", "constant_", "ones_", "zeros_"}
-_RANDOM = {
-    "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "geometric_", "log_normal_",
-    "trunc_normal_",
 }  # fmt: skip
 _CASTS = {"to", "cuda", "cpu", "float", "double", "half", "bfloat16", "type", "contiguous"}
 
@@ -199,14 +83,11 @@ class ShardedParameter(nn.Parameter):
 
     def dim(self) -> int:
         """Number of dimensions of the original parameter."""
-        if _is_initialiser(sys._getframe(1)):
-            raise _refusal(self, sys._getframe(1).f_code.co_name)
+        if is_initialiser(sys._getframe(1)):
+            raise refusal(self, sys._getframe(1).f_code.co_name)
         return len(self.full_shape)
 
-    def ndimension(self) -> int:
-        if _is_initialiser(sys._getframe(1)):
-            raise _refusal(self, sys._getframe(1).f_code.co_name)
-        return len(self.full_shape)
+    ndimension = dim
 
     def __repr__(self, **kwargs: Any) -> str:
         info = self.__dict__["_fsdp_info"]
@@ -252,37 +133,30 @@ class ShardedParameter(nn.Parameter):
                 return _property(func, name, args)
             if name in _METADATA:
                 return _metadata(func, name, args, kwargs)
-            if name == "detach":
-                return as_local_slice(func(*args, **kwargs), args[0].__dict__["_fsdp_info"])
-            if name == "clone":
+            if name in ("detach", "clone"):
                 return as_local_slice(func(*args, **kwargs), args[0].__dict__["_fsdp_info"])
             if name in _MAKERS:
                 return func(*args, **kwargs)
             if name in _CASTS:
                 return _cast(func, name, args, kwargs)
-            if name in _ELEMENTWISE or _is_foreach_update(name):
+            if name in ELEMENTWISE or _is_foreach_update(name):
                 return _update(func, name, args, kwargs)
         owner = next(_sharded_in((args, kwargs)))
-        if func is torch.autograd.grad:
-            raise _refuse_autograd_grad(owner)
-        raise _refusal(owner, name)
+        if name == "backward" or func is torch.autograd.grad:
+            raise _refuse_gradients_of(owner)
+        raise refusal(owner, name)
 
 
-def _refuse_autograd_grad(parameter: torch.Tensor) -> ShardedAccessError:
+def _refuse_gradients_of(parameter: torch.Tensor) -> ShardedAccessError:
     info: ParameterInfo = parameter.__dict__["_fsdp_info"]
     return ShardedAccessError(
-        "torch.autograd.grad cannot return gradients of sharded parameters",
+        "torch.autograd.grad(loss, parameters) and backward(inputs=parameters) do not know sharded parameters",
         unit=info.flat.unit_name,
         parameter=info.name,
         rank=info.flat.groups.rank,
-        cure="call loss.backward(): the slice is in parameter.grad, the whole in fsdp.full_grad(model, name). "
-        "torch.autograd.grad with respect to inputs works",
+        cure="call loss.backward(): the slice is in parameter.grad, the whole in fsdp.full_grad(model, name); what "
+        "should have no gradient is frozen by requires_grad_(False). Both calls work with respect to inputs",
     )
-
-
-def _is_initialiser(frame: types.FrameType) -> bool:
-    """Shape-aware initialisers ask for a shape first, and return silently for the empty slice some ranks hold."""
-    return frame.f_globals.get("__name__") == "torch.nn.init"
 
 
 class RestingLeaf(nn.Parameter):
@@ -296,7 +170,7 @@ class RestingLeaf(nn.Parameter):
                 name in ("__get__", "__set__") and func.__self__.__name__ not in ("data", *_UNREADABLE_PROPERTIES)
             ):
                 return func(*args, **(kwargs or {}))
-        leaf = next(_instances_in((args, kwargs or {}), RestingLeaf))
+        leaf = next(instances_in((args, kwargs or {}), RestingLeaf))
         info: ParameterInfo = leaf.__dict__["_fsdp_info"]
         raise ShardedAccessError(
             f"the full weight '{info.name}' was kept past its unit's forward and used by {name or 'an operation'}",
@@ -317,45 +191,8 @@ def _is_foreach_update(name: str) -> bool:
     return name.startswith(("_foreach_", "_fused_")) and name.endswith("_")
 
 
-def _refusal(parameter: torch.Tensor, call: str) -> ShardedAccessError:
-    info: ParameterInfo = parameter.__dict__["_fsdp_info"]
-    with engine_access():
-        numel = parameter.numel()
-    if call in _RANDOM or call in _WRITES or (call.endswith("_") and not call.endswith("__")):
-        cure = (
-            "open `with fsdp.full_params(module, writeback=True):` around the edit; inside it the parameter is whole, "
-            "and what is written there is kept"
-        )
-    else:
-        cure = (
-            "use it inside its unit's forward; for another entry point list the method in "
-            "fsdp_wrap(..., forward_methods=(...)); to read it elsewhere open `with fsdp.full_params(module):` "
-            "(with writeback=True to edit it)"
-        )
-    return ShardedAccessError(
-        f"parameter '{info.name}' is sharded and was used as if it were whole, by {call or 'an operation'}",
-        expected=f"the full tensor of shape {tuple(info.full_shape)}",
-        found=f"this rank's slice of {numel} of {info.full_shape.numel()} elements",
-        unit=info.flat.unit_name,
-        parameter=info.name,
-        rank=info.flat.groups.rank,
-        cure=cure,
-    )
-
-
 def _sharded_in(value: Any) -> Iterator[torch.Tensor]:
-    return _instances_in(value, ShardedParameter)
-
-
-def _instances_in(value: Any, cls: type) -> Iterator[torch.Tensor]:
-    if isinstance(value, cls):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _instances_in(item, cls)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _instances_in(item, cls)
+    return instances_in(value, ShardedParameter)
 
 
 def _property(func: Any, access: str, args: tuple) -> Any:
@@ -363,9 +200,9 @@ def _property(func: Any, access: str, args: tuple) -> Any:
     parameter = args[0]
     if access == "__get__":
         if name in _UNREADABLE_PROPERTIES:
-            raise _refusal(parameter, name)
-        if name == "shape" and _is_initialiser(sys._getframe(2)):
-            raise _refusal(parameter, sys._getframe(2).f_code.co_name)
+            raise refusal(parameter, name)
+        if name == "shape" and is_initialiser(sys._getframe(2)):
+            raise refusal(parameter, sys._getframe(2).f_code.co_name)
         value = func(*args)
         return as_local_slice(value, parameter.__dict__["_fsdp_info"]) if name == "data" else value
     info: ParameterInfo = parameter.__dict__["_fsdp_info"]
@@ -380,18 +217,18 @@ def _write_data(parameter: torch.Tensor, info: ParameterInfo, value: torch.Tenso
         return
     if value.shape == parameter.shape and value.device == parameter.device:
         if value.dtype != parameter.dtype:
-            raise _refusal(parameter, "assigning .data of another dtype")
+            raise refusal(parameter, "assigning .data of another dtype")
         parameter.detach().copy_(value)
         info.flat.mark_updated()
         return
-    raise _refusal(parameter, "assigning .data")
+    raise refusal(parameter, "assigning .data")
 
 
 def _metadata(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     if name == "size" and (len(args) > 1 or kwargs):
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
         if dim is not None and len(args[0].__dict__["_fsdp_info"].full_shape) != 1:
-            raise _refusal(args[0], "size")
+            raise refusal(args[0], "size")
     return func(*args, **kwargs)
 
 
@@ -413,24 +250,14 @@ def _cast(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     )
 
 
-def _matches(operand: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether an operand of an element-wise update is a scalar, or the same slice of a tensor of the same shape."""
-    if torch.Tensor.dim(operand) == 0 and info_of(operand) is None:
-        return True
-    if torch.Tensor.size(operand) != torch.Tensor.size(target):
-        return False
-    own, other = info_of(target), info_of(operand)
-    return own is None or other is None or (own.full_shape, own.local_range) == (other.full_shape, other.local_range)
-
-
 def _update(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     """An element-wise update in place: right on slices, if every operand is a slice or a scalar."""
     target = args[0] if args else next(_sharded_in(kwargs))  # initialisers pass theirs by keyword
     targets = list(target) if isinstance(target, (list, tuple)) else [target]
     if not name.startswith("_"):
         for operand in (*args[1:], *(v for v in kwargs.values() if v is not target)):
-            if isinstance(operand, torch.Tensor) and not _matches(operand, target):
-                raise _refusal(next(_sharded_in((args, kwargs))), name)
+            if isinstance(operand, torch.Tensor) and not matches(operand, target):
+                raise refusal(next(_sharded_in((args, kwargs))), name)
     for tensor in targets:
         if isinstance(tensor, ShardedParameter):
             tensor.__dict__["_fsdp_info"].flat.resting.wait()
@@ -439,6 +266,6 @@ def _update(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
         if isinstance(tensor, ShardedParameter):
             info = tensor.__dict__["_fsdp_info"]
             info.flat.mark_updated()
-            if name in _FILLING:
+            if name in FILLING:
                 info.flat.mark_filled(info.index)
     return result

@@ -11,7 +11,7 @@ import torch
 
 from .flat_param import FlatParameter
 from .flat_spec import FlatSpec
-from .parameter import engine_access
+from .local_slice import engine_access
 from .watchdog import Waiting
 
 __all__ = ["split_frozen"]

@@ -10,7 +10,7 @@ import torch
 from .control import OVERFLOW, exchange
 from .errors import ConfigError, GradientError, RankMismatchError
 from .groups import Groups
-from .parameter import engine_access, info_of
+from .local_slice import engine_access, info_of
 from .watchdog import Waiting
 
 __all__ = ["LossScaler"]

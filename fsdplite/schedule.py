@@ -21,7 +21,7 @@ from .groups import Groups
 from .ignored import IgnoredGradients
 from .materialize import was_filled
 from .order import BACKWARD, FORWARD, KINDS, REDUCE, Order, Pass
-from .parameter import engine_access
+from .local_slice import engine_access
 from .recompute import passes
 from .saved_weights import guard_saved_weights, stop_guarding
 from .unit import Call, UnitState

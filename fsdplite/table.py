@@ -9,7 +9,7 @@ from rich.table import Table
 from torch import nn
 
 from .inspect import UnitInfo, units
-from .parameter import engine_access
+from .local_slice import engine_access
 from .events import format_bytes
 
 __all__ = ["summary"]

@@ -19,7 +19,7 @@ from .errors import ParameterUseError
 from .flat_param import FlatParameter, owner_of
 from .groups import Groups
 from .order import BACKWARD, FORWARD, KINDS, RESIDENT
-from .parameter import engine_access
+from .local_slice import engine_access
 from .precision import Precision
 from .recompute.lost_gradients import refuse_lost_gradients
 from .recompute.passes import is_replaying

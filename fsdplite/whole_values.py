@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .parameter import LocalSlice, ShardedParameter, engine_access, info_of
+from .local_slice import LocalSlice, engine_access, info_of
+from .parameter import ShardedParameter
 
 __all__ = ["accept_whole_values"]
 

@@ -26,7 +26,7 @@ from .module_tree import checked_methods
 from .modules import user_name
 from .offload.options import Offload, as_offload
 from .offload.resting import OnDevice, OnHost
-from .parameter import info_of
+from .local_slice import info_of
 from .partition import Partition, UnitSpec, blocks_worth_wrapping, partition
 from .policy import as_policy
 from .precision import Precision, as_precision

@@ -13,7 +13,7 @@ from ..flat_param import FlatParameter
 from ..fsdp_unit import state_of
 from ..gradient import pending_error
 from ..materialize import was_filled
-from ..parameter import info_of
+from ..local_slice import info_of
 from ..schedule import Schedule
 from ..unit import UnitState
 from ..user_warning import warn_user

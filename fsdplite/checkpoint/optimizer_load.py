@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..parameter import engine_access
+from ..local_slice import engine_access
 from .manifest import Manifest, split_state_name, state_name
 from .model_state import ModelState, ModelTensor
 from .optimizer_state import check_optimizer, decode_settings, member_of

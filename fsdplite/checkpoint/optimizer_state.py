@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, ConfigError
-from ..parameter import engine_access
+from ..local_slice import engine_access
 from .manifest import split_state_name, state_name
 from .model_state import ModelState, ModelTensor
 from .tensor_bytes import dtype_name, flat_view, odd_kind

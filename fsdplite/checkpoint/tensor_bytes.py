@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from ..errors import CheckpointError
-from ..parameter import engine_access
+from ..local_slice import engine_access
 
 __all__ = ["bytes_of", "dtype_name", "flat_view", "host_blocks", "odd_kind", "torch_dtype"]
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..parameter import engine_access
+from ..local_slice import engine_access
 from .manifest import MARKS
 from .safetensors_file import build_header, lay_out, parse_header
 from .tensor_bytes import bytes_of, dtype_name, flat_view, odd_kind, torch_dtype

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import OffloadError
 from ..flat_param import FlatParameter
-from ..parameter import engine_access, info_of
+from ..local_slice import engine_access, info_of
 from .homes import Home
 from .options import Offload
 from .stream import Stream, Workers

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import OffloadError
 from ..flat_param import FlatParameter
-from ..parameter import engine_access, read_grad
+from ..local_slice import engine_access, read_grad
 from .options import Offload
 from .pieces import Chunk, Piece, batches, chunk_numel_within, cut, piece_numel_within
 from .stores import DiskStore, HostStore, Store

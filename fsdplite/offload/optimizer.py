@@ -20,7 +20,7 @@ from ..errors import ConfigError, FSDPError, OffloadError
 from ..flat_param import FlatParameter
 from ..fsdp_unit import state_of
 from ..optimizer_hooks import abandon_step
-from ..parameter import engine_access, info_of, read_grad
+from ..local_slice import engine_access, info_of, read_grad
 from ..unit import UnitState
 from .files import warn_of_leftovers
 from .home_table import HomeTable

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import OffloadError
-from ..parameter import LocalSlice, as_local_slice, engine_access, info_of
+from ..local_slice import LocalSlice, as_local_slice, engine_access, info_of
 from .homes import Home
 from .values import own_copy
 

@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..events import format_bytes
 from ..fsdp_unit import state_of
 from ..inspect import trace, units
-from ..parameter import engine_access
+from ..local_slice import engine_access
 
 if TYPE_CHECKING:
     from .prediction import Plan

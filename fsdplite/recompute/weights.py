@@ -7,7 +7,7 @@ from torch import nn
 
 from ..errors import ParameterUseError
 from ..flat_param import FlatParameter, owner_of
-from ..parameter import info_of
+from ..local_slice import info_of
 
 __all__ = ["WeightsBefore"]
 
