@@ -23,6 +23,7 @@ from .materialize import was_filled
 from .order import BACKWARD, FORWARD, KINDS, REDUCE, Order, Pass
 from .local_slice import engine_access
 from .recompute import passes
+from .unfilled import Unfilled
 from .saved_weights import guard_saved_weights, stop_guarding
 from .unit import Call, UnitState
 
@@ -57,7 +58,7 @@ class Schedule:
         self.backward_id = 0
         self.divide_factor: float | None = None
         self.ignored = IgnoredGradients(self)
-        self.unfilled: dict[str, Any] = {}  # names of tensors that came from meta and that nobody filled yet
+        self.unfilled = Unfilled()
         self.regroup: Any = None  # set by wrap: splits a frozen flat parameter when some of it is unfrozen
         self.offload: Any = None  # set by wrap: where an offloaded optimizer keeps its state
         self.updates: Callable[[], Any] = lambda: None  # an optimizer's updates that start in backward
@@ -107,7 +108,7 @@ class Schedule:
         self._rest_idle()
         self._follow_requires_grad()
         if self.unfilled:
-            self._refuse_unfilled()
+            self.unfilled.refuse(self.groups.rank)
         for lane in {id(flat.gather_lane): flat.gather_lane for u in self.units for flat in u.flats}.values():
             lane.wait_for_compute()  # the optimizer's writes come before the casts of this step
         with_grad = torch.is_grad_enabled()
@@ -155,22 +156,6 @@ class Schedule:
         for flat in frozen_no_more:
             self.regroup(flat)
             self.order.forget()
-
-    def _refuse_unfilled(self) -> None:
-        for name, place in list(self.unfilled.items()):
-            if not isinstance(place[0], FlatParameter) and was_filled(*place):
-                del self.unfilled[name]  # a buffer that was written since
-        names = sorted(self.unfilled)
-        if not names:
-            return
-        raise FSDPError(
-            "tensors built on the meta device were never filled",
-            found=", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else ""),
-            parameter=names[0],
-            rank=self.groups.rank,
-            cure="give their modules a reset_parameters() that fills them, build them on a real device on the first "
-            "rank (sync_params=True), or load weights before the first forward",
-        )
 
     # ------------------------------------------------------------------ order and prefetch
 
@@ -410,7 +395,7 @@ class Schedule:
         twin.divide_factor = self.divide_factor
         twin.regroup = self.regroup
         twin.offload = self.offload
-        twin.unfilled = dict(self.unfilled)
+        twin.unfilled = self.unfilled.copy()
         twin.step = self.step
         twin.ignored = IgnoredGradients(twin)
         twin.ignored.copy_from(self.ignored, memo)

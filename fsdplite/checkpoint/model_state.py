@@ -208,7 +208,7 @@ def refuse_unready(state: ModelState) -> None:
     names = unfilled_names(state)
     if names:
         raise CheckpointError(
-            "tensors built on the meta device were never filled",
+            "tensors have no values: they were never filled after the meta device, or a load into them ended half-way",
             found=", ".join(names[:20]),
             cure="load weights first: fsdp.load_safetensors(model, folder) or fsdp.load_checkpoint(root, model)",
         )

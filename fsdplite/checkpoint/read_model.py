@@ -255,7 +255,9 @@ def _distrust(state: ModelState, loaded: list[ModelTensor]) -> None:
     for entry in loaded:
         if entry.flat is not None:
             entry.flat.unfilled.add(entry.index)
-            entry.flat.unit.schedule.unfilled[entry.flat.names[entry.index]] = (entry.flat, entry.index)
+            name, unfilled = entry.flat.names[entry.index], entry.flat.unit.schedule.unfilled
+            unfilled[name] = (entry.flat, entry.index)
+            unfilled.half_loaded.add(name)
             entry.flat.mark_updated()
 
 

@@ -1,0 +1,58 @@
+"""Tensors that have no values yet, which a forward refuses: built on the meta device, or loaded by halves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .errors import FSDPError
+from .flat_param import FlatParameter
+from .materialize import was_filled
+
+__all__ = ["Unfilled"]
+
+
+class Unfilled(dict[str, Any]):
+    """By name, the place of each: a flat parameter and an index, or what ``was_filled`` asks about a buffer.
+
+    Attributes:
+        half_loaded: Names of those that a load may have written in part before it failed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.half_loaded: set[str] = set()
+
+    def copy(self) -> Unfilled:
+        twin = Unfilled()
+        twin.update(self)
+        twin.half_loaded = set(self.half_loaded)
+        return twin
+
+    def refuse(self, rank: int) -> None:
+        """Raise if there is any."""
+        for name, place in list(self.items()):
+            if not isinstance(place[0], FlatParameter) and was_filled(*place):
+                del self[name]  # a buffer that was written since
+        names = sorted(self)
+        mixed = [name for name in names if name in self.half_loaded]
+        if mixed:
+            raise FSDPError(
+                "a load ended in the middle: the model holds a mixture of old and new values",
+                found=_listed(mixed),
+                parameter=mixed[0],
+                rank=rank,
+                cure="load again, and let no error of the load pass unseen",
+            )
+        if names:
+            raise FSDPError(
+                "tensors built on the meta device were never filled",
+                found=_listed(names),
+                parameter=names[0],
+                rank=rank,
+                cure="give their modules a reset_parameters() that fills them, build them on a real device on the "
+                "first rank (sync_params=True), or load weights before the first forward",
+            )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
