@@ -79,8 +79,11 @@ class Trace:
         return "\n".join(json.dumps(asdict(event)) for event in self.events)
 
     def __str__(self) -> str:
-        lines = []
-        for event in self.events:
+        lines: list[str] = []
+        for before, event in zip([None, *self.events], self.events):
+            if event.kind == "prefetch" and before is not None and before.unit == event.unit:
+                lines[-1] += ", ahead of its use"  # the gather that was just told
+                continue
             text = _STORY[event.kind].format(unit=event.unit or "(root)", mib=format_bytes(event.bytes))
             lines.append(f"{event.time_ms:9.3f} ms  {text}")
         return "\n".join(lines)
