@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -34,7 +35,7 @@ class Binding:
 
     def __init__(self, locations: Sequence[Sequence[Location]]) -> None:
         self._places = [
-            (_place_of(holder), key, index) for index, held in enumerate(locations) for holder, key in held
+            (_place_of(holder, key), key, index) for index, held in enumerate(locations) for holder, key in held
         ]
         self._leaves: list[nn.Parameter] = []
         self._table: list[tuple[Any, str, nn.Parameter, nn.Parameter, int]] = []
@@ -135,9 +136,12 @@ class _Attributes:
         setattr(self._module, key, value)
 
 
-def _place_of(holder: Any) -> Any:
+def _place_of(holder: Any, key: str) -> Any:
+    """A module's dict of parameters; a weak reference to the module if assigning to it does more, and can be done."""
     if not isinstance(holder, nn.Module):
         return holder  # a place already
-    if type(holder).__setattr__ is nn.Module.__setattr__:
-        return holder._parameters
-    return weakref.ref(holder)
+    if type(holder).__setattr__ is not nn.Module.__setattr__:
+        with contextlib.suppress(Exception):  # one that refuses to be written: what is in its dict is what it reads
+            setattr(holder, key, holder._parameters[key])
+            return weakref.ref(holder)
+    return holder._parameters

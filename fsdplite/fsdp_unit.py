@@ -6,6 +6,7 @@ weights are whole, and a compiled block compiled inside. Name and qualified name
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import copy
 import functools
@@ -91,9 +92,10 @@ class FSDPUnit:
         ignored = [p for p in _own_state(self).schedule.ignored.parameters if id(p) in below]
         return clip_grad_norm(_own_state(self), _units_below(self), ignored, float(max_norm), float(norm_type))
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As ``nn.Module.zero_grad``; also drops unreduced gradients, and full weights kept for a backward."""
-        super().zero_grad(set_to_none=set_to_none)
+        super().zero_grad(*args, **kwargs)
+        set_to_none = bool(args[0] if args else kwargs.get("set_to_none", True))
         for unit in _units_below(self):
             for flat in unit.flats:
                 flat.zero_grad(set_to_none)
@@ -103,16 +105,17 @@ class FSDPUnit:
 
     # ------------------------------------------------------------------ state, moves and copies
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+    # Arguments are passed on as they came: a user's own method may take fewer, or others.
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Takes what ``state_dict()`` gave, and full tensors. Values are copied; ``assign=True`` is refused."""
-        if assign and state_of(self) is not None:
+        if (kwargs.get("assign") or True in args[1:2]) and state_of(self) is not None:
             raise ConfigError(
                 "load_state_dict(assign=True) would replace the sharded parameters",
                 cure="leave assign=False: values are copied into the slices",
             )
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        return super().load_state_dict(state_dict, *args, **kwargs)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``half``, ``cuda`` and the like: no-ops pass; a change is refused before anything has changed."""
         for name, parameter in self.named_parameters():
             if info_of(parameter) is not None and type(parameter) is ShardedParameter:
@@ -123,7 +126,7 @@ class FSDPUnit:
                         parameter=name,
                         cure='do it before fsdp_wrap; for low precision ask for fsdp_wrap(..., precision="bf16")',
                     )
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> Any:
         unit = state_of(self)
@@ -135,22 +138,29 @@ class FSDPUnit:
                 cure="copy outside the forward, the backward and full_params",
             )
         own = getattr(super(), "__deepcopy__", None)
-        if own is not None:
+        if own is not None and not isinstance(self, torch.fx.GraphModule):  # which makes one of another class
             return own(memo)
-        twin = type(self).__new__(type(self))
+        twin = object.__new__(type(self))
         memo[id(self)] = twin
         for key, value in self.__dict__.items():
             # The compiled call is bound to the original; the copy compiles its own.
             twin.__dict__[key] = None if key == "_compiled_call_impl" else copy.deepcopy(value, memo)
         return twin
 
+    def __prepare_scriptable__(self) -> Any:
+        raise WrapError(
+            "torch.jit.script cannot compile a wrapped module",
+            cure="script the plain module, before fsdp_wrap or loaded from fsdp.full_state_dict",
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         if state_of(self) is None:
             return super().__reduce_ex__(protocol)
         raise FSDPError(
-            "a wrapped module cannot be pickled: it holds this rank's slices and process groups",
+            "a wrapped module cannot be pickled, nor copied by copy.copy: it holds this rank's slices and groups",
             unit=state_of(self).name,
-            cure="use fsdp.save_checkpoint(root, model, ...), or write what fsdp.full_state_dict(model) returns",
+            cure="use fsdp.save_checkpoint(root, model, ...), or write what fsdp.full_state_dict(model) returns; "
+            "copy.deepcopy(model) makes a copy",
         )
 
     @property
@@ -196,9 +206,18 @@ def become_unit(module: nn.Module, unit: UnitState, forward_methods: tuple[str, 
         }
         for name in methods:
             namespace[name] = _entry_point(cls, name)
-        _classes[key] = type(cls.__name__, (FSDPUnit, cls), namespace)
+        _classes[key] = _subclass(cls, namespace)
     module.__class__ = _classes[key]
     module.__dict__["_fsdp"] = unit
+
+
+def _subclass(cls: type, namespace: dict[str, Any]) -> type:
+    """A unit's class. A user's metaclass is not run: it may number, register or change the classes it makes."""
+    metaclass = type(cls)
+    made = type.__new__(metaclass, cls.__name__, (FSDPUnit, cls), namespace)
+    if isinstance(made, abc.ABCMeta):
+        abc._abc_init(made)  # isinstance() keeps its answers there, and must not mix them with those of cls
+    return made
 
 
 def _entry_point(cls: type, name: str) -> Any:

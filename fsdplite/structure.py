@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,27 +19,44 @@ __all__ = ["arguments", "copy_structure", "map_tensors", "tensors_in"]
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 
-def tensors_in(value: Any, _depth: int = 0) -> Iterator[torch.Tensor]:
-    """Every tensor in a structure, in order."""
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a structure, in order. What is met twice, as a parent that its children know, is entered once."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, _ATOMS) or _depth > 16:
         return
-    elif isinstance(value, (tuple, list, set, frozenset)):
-        for item in value:
-            yield from tensors_in(item, _depth + 1)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item, _depth + 1)
-    elif _is_record(value):
-        for item in _fields(value).values():
-            yield from tensors_in(item, _depth + 1)
+    entered: dict[int, Any] = {}  # the values too: another object must not get the id of one that is gone
+    stack = [iter((value,))]
+    while stack:
+        for item in stack[-1]:
+            if isinstance(item, torch.Tensor):
+                yield item
+            elif not isinstance(item, _ATOMS) and id(item) not in entered:
+                entered[id(item)] = item
+                stack.append(iter(_items(item)))
+                break
+        else:
+            stack.pop()
+
+
+def _items(value: Any) -> Iterable[Any]:
+    """What lies directly inside a structure; nothing in a leaf."""
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return value
+    if isinstance(value, Mapping):
+        return value.values()
+    return _fields(value).values() if _is_record(value) else ()
 
 
 def map_tensors(
-    function: Callable[[Any], Any], value: Any, of: type | tuple[type, ...] = torch.Tensor
+    function: Callable[[Any], Any],
+    value: Any,
+    of: type | tuple[type, ...] = torch.Tensor,
+    _known: dict[int, tuple[Any, Any]] | None = None,
 ) -> Any:
     """The same structure with ``function`` applied to every tensor; parts without a change are kept as they are.
+
+    What is met twice is mapped once. Where a structure holds itself, as a parent that its children know, the inner
+    mention keeps meaning the original.
 
     Args:
         function: What becomes of each.
@@ -50,31 +67,46 @@ def map_tensors(
         return function(value)
     if isinstance(value, _ATOMS):
         return value
+    known = {} if _known is None else _known
+    if id(value) not in known:
+        known[id(value)] = value, value
+        known[id(value)] = value, _mapped(function, value, of, known)
+    return known[id(value)][1]
+
+
+def _mapped(function: Callable[[Any], Any], value: Any, of: Any, known: dict[int, tuple[Any, Any]]) -> Any:
     if isinstance(value, (tuple, list)):
-        items = [map_tensors(function, item, of) for item in value]
+        items = [map_tensors(function, item, of, known) for item in value]
         if all(new is old for new, old in zip(items, value)):
             return value
-        if hasattr(value, "_fields"):
-            return type(value)(*items)
-        return type(value)(items)
-    if isinstance(value, dict):
-        changed = {key: map_tensors(function, item, of) for key, item in value.items()}
-        if all(changed[key] is item for key, item in value.items()):
-            return value
-        result = copy.copy(value)
-        for key, item in changed.items():
+        return _sequence_of(items, value)
+    if not isinstance(value, dict) and not _is_record(value):
+        return value
+    fields = value if isinstance(value, dict) else _fields(value)
+    changed = {key: map_tensors(function, item, of, known) for key, item in fields.items()}
+    if all(changed[key] is item for key, item in fields.items()):
+        return value
+    result = copy.copy(value)
+    for key, item in changed.items():
+        if isinstance(value, dict):
             result[key] = item
-        return result
-    if _is_record(value):
-        fields = _fields(value)
-        changed = {key: map_tensors(function, item, of) for key, item in fields.items()}
-        if all(changed[key] is item for key, item in fields.items()):
-            return value
-        result = copy.copy(value)
-        for key, item in changed.items():
+        else:
             object.__setattr__(result, key, item)
+    return result
+
+
+def _sequence_of(items: list[Any], like: Any) -> Any:
+    """A list or tuple of the class of another, past a constructor that may take something else than items."""
+    if isinstance(like, list):
+        result = copy.copy(like)
+        result[:] = items
         return result
-    return value
+    if type(like).__module__ == "torch.return_types":  # what torch.max and others return
+        return type(like)(items)
+    result = tuple.__new__(type(like), items)
+    if hasattr(like, "__dict__"):
+        result.__dict__.update(like.__dict__)
+    return result
 
 
 def copy_structure(
@@ -103,7 +135,7 @@ def copy_structure(
         items = [again(item) for item in value]
         if all(new is old for new, old in zip(items, value)):
             return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return _sequence_of(items, value)
     if isinstance(value, (list, dict, set)):
         result = copy.copy(value)
         copies[id(value)] = value, result  # the value too: another object must not get its id

@@ -212,3 +212,149 @@ def initialised_inside_full_params() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_initialisation_after_wrapping(world_size: int) -> None:
     run(world_size, initialised_inside_full_params)
+
+
+# ---- structures that hold themselves, and classes with ways of their own
+
+
+class Node:
+    """A tree whose children know their parent: followed blindly, twenty children are looked at without end."""
+
+    def __init__(self, value: Any, parent: Node | None = None) -> None:
+        self.value = value
+        self.parent = parent
+        self.children: list[Node] = []
+
+
+class Pairwise(tuple):
+    """A tuple that is made of its two items, and not of a list of them."""
+
+    def __new__(cls, left: Any, right: Any) -> Pairwise:
+        return super().__new__(cls, (left, right))
+
+
+class Growing(nn.Module):
+    """Takes a tree and gives one back."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5, dtype=dtype)
+
+    def forward(self, tree: Node) -> Node:
+        root = Node(self.linear(tree.value[1]))
+        root.children = [Node(None, root) for _ in range(20)]
+        for child in root.children:
+            child.children = [Node(child.parent, child) for _ in range(3)]
+        return root
+
+
+def tree_of(x: Tensor) -> Node:
+    root = Node(Pairwise("x", x))
+    root.children = [Node([root], root) for _ in range(20)]
+    return root
+
+
+def trees() -> None:
+    model, reference = seeded(Growing), seeded(Growing)
+    fsdp.fsdp_wrap(model)
+    for step in range(2):
+        x, _ = stack_batch(step, here.rank)
+        model(tree_of(x)).value.square().mean().backward()
+        for rank in range(here.world_size):
+            y, _ = stack_batch(step, rank)
+            (reference(tree_of(y)).value.square().mean() / here.world_size).backward()
+    assert_parity(model, reference)
+    assert_rested(model)
+    precision = fsdp.Precision(torch.bfloat16, output_dtype=torch.float32)
+    low = fsdp.fsdp_wrap(seeded(Growing, torch.float32), precision=precision)
+    tree = tree_of(torch.ones(2, 5))
+    grown = low(tree)
+    assert grown.value.dtype == torch.float32 and len(grown.children) == 20
+    assert tree.value[1].dtype == torch.float32  # the caller's own tree is as it was
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_structures_that_hold_themselves(world_size: int) -> None:
+    run(world_size, trees)
+
+
+class Counted(type):
+    """A metaclass that numbers the classes it makes, and needs to be told a name for each."""
+
+    made = 0
+
+    def __new__(mcs, name: str, bases: tuple, namespace: dict, *, tag: str) -> type:
+        cls = super().__new__(mcs, name, bases, namespace)
+        Counted.made += 1
+        cls.tag = tag
+        return cls
+
+    def __init__(cls, name: str, bases: tuple, namespace: dict, *, tag: str) -> None:
+        super().__init__(name, bases, namespace)
+
+
+class OwnWays(nn.Module, metaclass=Counted, tag="own"):
+    """Methods of nn.Module as older code has them, and a weight that cannot be assigned twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((5,), 0.5, dtype=torch.float64))
+        self.linear = nn.Linear(5, 3, dtype=torch.float64)
+        self.seen: list[str] = []
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "scale" and "scale" in self.__dict__.get("_parameters", {}):
+            raise AttributeError("scale is read only")
+        super().__setattr__(name, value)
+
+    def _apply(self, fn: Callable) -> nn.Module:
+        self.seen.append("apply")
+        return super()._apply(fn)
+
+    def zero_grad(self) -> None:
+        self.seen.append("zero_grad")
+        super().zero_grad()
+
+    def load_state_dict(self, state_dict: dict, strict: bool = True) -> Any:
+        self.seen.append("load")
+        return super().load_state_dict(state_dict, strict)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.scale)
+
+
+def own_ways(policy: Any) -> None:
+    model, reference = seeded(OwnWays), seeded(OwnWays)
+    made = Counted.made
+    fsdp.fsdp_wrap(model, policy)
+    assert Counted.made == made and model.tag == "own"
+    model.load_state_dict(reference.state_dict())
+    assert model.double() is model and model.seen == ["load", "apply"]
+    train_rank(model, sgd(model), range(2), stack_batch, here.rank)
+    train_ref(reference, sgd(reference), range(2), stack_batch, here.world_size)
+    assert_parity(model, reference)
+    model.zero_grad()
+    assert all(p.grad is None for p in model.parameters()) and model.seen[-1] == "zero_grad"
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_classes_with_methods_of_their_own(world_size: int) -> None:
+    run(world_size, for_each, [(None,), (fsdp.by_class(nn.Linear),)], own_ways)
+
+
+def traced_by_fx() -> None:
+    model, reference = (torch.fx.symbolic_trace(seeded(Stack, 2)) for _ in range(2))
+    fsdp.fsdp_wrap(model)
+    average = copy.deepcopy(model)
+    train_rank(model, sgd(model), range(2), stack_batch, here.rank)
+    train_ref(reference, sgd(reference), range(2), stack_batch, here.world_size)
+    assert_parity(model, reference)
+    train_rank(average, sgd(average), range(2), stack_batch, here.rank)
+    assert_parity(average, reference)
+    assert_rested(model, average)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_graph_modules(world_size: int) -> None:
+    run(world_size, traced_by_fx)
