@@ -19,12 +19,11 @@ from .errors import FSDPError
 from .flat_param import FlatParameter
 from .groups import Groups
 from .ignored import IgnoredGradients
-from .materialize import was_filled
 from .order import BACKWARD, FORWARD, KINDS, REDUCE, Order, Pass
 from .local_slice import engine_access
 from .recompute import passes
-from .unfilled import Unfilled
 from .saved_weights import guard_saved_weights, stop_guarding
+from .unfilled import Unfilled
 from .unit import Call, UnitState
 
 __all__ = ["Schedule"]
@@ -114,8 +113,7 @@ class Schedule:
         with_grad = torch.is_grad_enabled()
         self._forward_key = ("forward", unit.index, with_grad, self._is_stale())
         self._forward = self.order.start(self._forward_key)
-        if with_grad:
-            self._guarding = guard_saved_weights()
+        self._guarding = guard_saved_weights()
         passes.begin()
 
     def _is_stale(self) -> bool:

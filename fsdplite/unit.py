@@ -133,12 +133,12 @@ class UnitState:
             )
         schedule = self.schedule
         is_recompute = current_task() != -1
-        if not is_recompute and schedule.runs_with_grad and not torch.is_grad_enabled() and self._expected_any:
+        if self._expected_any and not torch.is_grad_enabled() and (is_recompute or schedule.runs_with_grad):
             refuse_lost_gradients(self.name, self.flats[0].names[0], self.groups.rank)
         schedule.enter(self, is_recompute)
         call = None
         try:
-            call = self._call = Call(self, schedule.tick()) if torch.is_grad_enabled() else None
+            call = self._call = Call(self, schedule.tick())  # without gradients too: forward may switch them on
             self.is_active = True
             if events.active is not None:
                 events.active.emit("forward_start", self.name)
@@ -243,7 +243,7 @@ class UnitState:
         for tensor in tensors_in(output):
             if self.flats:
                 self._check_not_a_weight(tensor)
-            if call is None or not tensor.requires_grad:
+            if not tensor.requires_grad:
                 continue
             for hooked in (tensor, tensor._base):  # an in-place change of a view replaces the view's node
                 if hooked is not None and hooked.grad_fn is not None:

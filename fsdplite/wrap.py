@@ -243,7 +243,7 @@ class _Wrapping:
             reshard_after_forward=self.reshard_after_forward,
             prefetch=self.prefetch,
             buffers=[(b.module._buffers, b.key) for b in spec.buffers if id(b.module) not in self.kept],
-            hook_dicts=[m._backward_hooks for m in modules.values()],
+            hook_dicts=[nn.modules.module._global_backward_hooks, *(m._backward_hooks for m in modules.values())],
         )
 
     def _materialize(self, owners: dict[int, tuple[FlatParameter, int]]) -> Materializer:
