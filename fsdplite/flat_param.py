@@ -67,7 +67,8 @@ class FlatParameter:
         self.users: list[nn.Parameter] = list(spec.parameters)
         self.layout = spec.layout(groups.shard_size)
         self.resting = resting
-        self.shard = resting.zeros(self.layout.shard_numel, self.dtype)
+        with torch.inference_mode(False):
+            self.shard = resting.zeros(self.layout.shard_numel, self.dtype)
         self.unit: UnitState | None = None
         self.gather_lane = lane_for(device, "gather")
         self.generation = 0  # how often the shard has been changed
@@ -303,18 +304,16 @@ class FlatParameter:
         user = self.users[index]
         start, stop = self.layout.shard_slice(index, self.groups.shard_rank)
         with engine_access(), torch.no_grad(), torch.inference_mode(False):
-            if user.is_meta:  # .data of a meta tensor cannot be set; swapping contents keeps the object
+            if user.is_meta or user.is_inference():  # .data of such cannot be set; swapping contents keeps the object
                 real = nn.Parameter(self.shard[start:stop], requires_grad=user.requires_grad)
                 torch.utils.swap_tensors(user, real)
             user.data = self.shard[start:stop]
-            hooks = user.__dict__.pop("_fsdp_post_hooks", None) or getattr(user, "_post_accumulate_grad_hooks", None)
+            hooks = getattr(user, "_post_accumulate_grad_hooks", None)
             if hooks:
-                for hook in hooks.values():
-                    self.post_accumulate_hooks.add(index, hook)
+                self.post_accumulate_hooks.adopt(index, hooks)
                 user._post_accumulate_grad_hooks = None
             if user._backward_hooks and self.trainable:
-                for hook in list(user._backward_hooks.values()):
-                    self.leaves[index].register_hook(hook)
+                self.leaves[index]._backward_hooks = user._backward_hooks  # the same dict: handles go on working
         for key, value in user.__dict__.items():
             if not key.startswith("_fsdp"):
                 setattr(self.leaves[index], key, value)  # marks that forward may read
@@ -370,6 +369,7 @@ class FlatParameter:
 
     # ------------------------------------------------------------------ copies
 
+    @torch.inference_mode(False)
     def __deepcopy__(self, memo: dict) -> FlatParameter:
         """A flat parameter with storage, leaves and hooks of its own; its users' copies go into the memo."""
         if id(self) in memo:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from .local_slice import engine_access, read_grad, write_grad
 
@@ -41,16 +43,24 @@ def leaf_hook(ref: weakref.ref[FlatParameter], index: int) -> Hook:
 
 
 class PostAccumulateHooks:
-    """The users' post-accumulate hooks, by the index of their parameter. They fire once, after the reduction."""
+    """The users' post-accumulate hooks, by the index of their parameter. They fire once, after the reduction.
 
-    def __init__(self, hooks: dict[int, list[Hook]] | None = None) -> None:
-        self._hooks = {index: list(of_one) for index, of_one in (hooks or {}).items()}
+    Those of one parameter are in a dict as torch keeps them, so handles from before wrapping go on working.
+    """
 
-    def add(self, index: int, hook: Hook) -> Removable:
+    def __init__(self, hooks: dict[int, dict[int, Hook]] | None = None) -> None:
+        self._hooks = hooks or {}
+
+    def add(self, index: int, hook: Hook) -> RemovableHandle:
         """Register a hook; the handle's ``remove()`` takes it back."""
-        of_one = self._hooks.setdefault(index, [])
-        of_one.append(hook)
-        return Removable(of_one, hook)
+        of_one = self._hooks.setdefault(index, OrderedDict())
+        handle = RemovableHandle(of_one)
+        of_one[handle.id] = hook
+        return handle
+
+    def adopt(self, index: int, hooks: dict[int, Hook]) -> None:
+        """Take over what torch held for a parameter."""
+        self._hooks[index] = hooks
 
     def __bool__(self) -> bool:
         return any(self._hooks.values())
@@ -58,20 +68,12 @@ class PostAccumulateHooks:
     def run(self, indices: Iterable[int], users: list[nn.Parameter]) -> None:
         if self._hooks:
             for index in indices:
-                for hook in list(self._hooks.get(index, ())):
+                for hook in list(self._hooks.get(index, {}).values()):
                     hook(users[index])
 
     def copy(self) -> PostAccumulateHooks:
-        return PostAccumulateHooks(self._hooks)
+        return PostAccumulateHooks({index: OrderedDict(of_one) for index, of_one in self._hooks.items()})
 
-
-class Removable:
-    """Handle with ``remove()``, as torch's hook registrations return."""
-
-    def __init__(self, hooks: list[Hook], hook: Hook) -> None:
-        self._hooks = hooks
-        self._hook = hook
-
-    def remove(self) -> None:
-        if self._hook in self._hooks:
-            self._hooks.remove(self._hook)
+    def of(self, members: Iterable[int]) -> PostAccumulateHooks:
+        """Those of some parameters, numbered anew; the same dicts."""
+        return PostAccumulateHooks({new: self._hooks[old] for new, old in enumerate(members) if old in self._hooks})

@@ -20,7 +20,8 @@ __all__ = ["split_frozen"]
 def split_frozen(flat: FlatParameter) -> None:
     """Replace ``flat`` in its unit by a frozen and a trainable flat parameter.
 
-    Collective: one message on the control group, and one all-gather of the flat parameter, in the master dtype. Memory: its full size, for the moment.
+    Collective: one message on the control group, and one all-gather of the flat parameter, in the master dtype.
+    Memory: its full size, for the moment.
     """
     unit = flat.unit
     unit.schedule.agreement.agree_on_extra("regrouping of unfrozen parameters", unit)
@@ -52,6 +53,7 @@ def split_frozen(flat: FlatParameter) -> None:
             unit_name=flat.unit_name,
             resting=flat.resting.twin(),
         )
+        part.post_accumulate_hooks = flat.post_accumulate_hooks.of(members)
         for new, old in enumerate(members):
             slot = flat.layout.slots[old]
             part.place(new, whole[slot.offset : slot.stop])

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fsdplite as fsdp
-from tests.harness import assert_rested, expect_loud, gather_grads, here, run, seeded
+from tests.harness import assert_parity, assert_rested, expect_loud, for_each, gather_grads, here, run, seeded
 
 
 class Pair(nn.Module):
@@ -238,3 +238,53 @@ def odd_starts() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_recurrent_modules_start_from_meta_and_every_dtype_travels(world_size: int) -> None:
     run(world_size, odd_starts)
+
+
+def hooks_of_the_unfrozen() -> None:
+    """Hooks that were there before a parameter was frozen and wrapped fire once it is free again."""
+    model = seeded(Pair).double()
+    fired: list[str] = []
+    parameters = list(model.a.parameters())
+    parameters[0].register_hook(lambda gradient: fired.append("gradient"))
+    handles = [p.register_post_accumulate_grad_hook(lambda p: fired.append("reduced")) for p in parameters]
+    model.a.requires_grad_(False)
+    fsdp.fsdp_wrap(model, fsdp.by_class(nn.Linear))
+    x = torch.ones(2, 3, dtype=torch.float64)
+    model(x).sum().backward()
+    assert not fired
+    model.a.requires_grad_(True)
+    model(x).sum().backward()
+    assert sorted(fired) == ["gradient", "reduced", "reduced"]
+    handles[0].remove()  # one from before wrapping
+    model(x).sum().backward()
+    assert sorted(fired) == ["gradient"] * 2 + ["reduced"] * 3
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_hooks_survive_freezing_and_unfreezing(world_size: int) -> None:
+    run(world_size, hooks_of_the_unfrozen)
+
+
+def made_in_inference_mode(what: str) -> None:
+    """Wrapped, copied or built under inference_mode: what comes out of it trains."""
+    with torch.inference_mode(what == "built"):
+        model = seeded(Pair).double()
+    with torch.inference_mode(what == "wrapped"):
+        fsdp.fsdp_wrap(model, fsdp.by_class(nn.Linear))
+    with torch.inference_mode(what == "copied"):
+        model = copy.deepcopy(model)
+    reference = seeded(Pair).double()
+    x = torch.ones(2, 3, dtype=torch.float64)
+    for m in (model, reference):
+        optimizer = torch.optim.AdamW(m.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            m(x).square().sum().backward()
+            optimizer.step()
+    assert_parity(model, reference)
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_inference_mode_made_trains(world_size: int) -> None:
+    run(world_size, for_each, [("built",), ("wrapped",), ("copied",)], made_in_inference_mode)
