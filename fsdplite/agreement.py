@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from . import events
 from .control import ORDER, USE, exchange, exchange_texts
 from .errors import RankMismatchError, unit_label
-from .order import KINDS, OUTSIDE, Order
+from .order import KINDS, OUTSIDE, REDUCE, Order
 from .watchdog import Waiting
 
 if TYPE_CHECKING:
@@ -77,20 +77,62 @@ class Agreement:
 
     def _report(self, groups: Groups, waiting: Waiting) -> None:
         """Ranks mean different things: exchange what each did since the last comparison, and raise everywhere."""
-        everyone = exchange_texts(groups, [str(waiting), list(self._schedule().order.recent)], waiting)
-        texts = [now for now, _ in everyone]
-        histories = [history for _, history in everyone]
+        schedule = self._schedule()
+        own = [str(waiting), list(schedule.order.recent), self._unfinished(), schedule.divide_factor]
+        texts, histories, unfinished, factors = zip(*exchange_texts(groups, own, waiting))
+        differ = None
         for position in range(max(len(history) for history in histories)):
             codes = [history[position] if position < len(history) else None for history in histories]
             if len(set(codes)) > 1:
+                differ = codes
                 texts = [now if code is None else self._describe(code) for code, now in zip(codes, texts)]
                 break
+        found = "; ".join(f"rank {rank}: {text}" for rank, text in zip(groups.ranks, texts))
+        if differ is None and len(set(factors)) > 1:
+            raise RankMismatchError(
+                "ranks divide gradients by different numbers",
+                found="; ".join(f"rank {r}: {factor or 'the number of ranks'}" for r, factor in zip(groups.ranks, factors)),
+                rank=groups.rank,
+                cure="call set_gradient_divide_factor with the same number on every rank",
+            )
+        self._refuse_unequal_use(groups, differ or [], unfinished, found)
         raise RankMismatchError(
             f"ranks run different units in step {waiting.step}",
             expected="every rank runs the same units in the same order",
-            found="; ".join(f"rank {rank}: {text}" for rank, text in zip(groups.ranks, texts)),
+            found=found,
             unit=waiting.unit,
             rank=groups.rank,
             cure="remove what makes the order depend on the rank or its data; a unit that only some ranks need must "
             "run on all of them (its output may be multiplied by 0)",
         )
+
+    def _unfinished(self) -> dict[str, list[str]]:
+        """By unit, the first parameters that still lack a gradient in this backward, where others have theirs."""
+        schedule = self._schedule()
+        lacking: dict[str, list[str]] = {}
+        for unit in schedule.units if schedule.in_backward else ():
+            flats = [flat for flat in unit.flats if flat.trains]
+            arrived = [(name, at) for flat in flats for name, at in zip(flat.names, flat.arrived_in)]
+            missing = [name for name, at in arrived if at != schedule.backward_id]
+            if 0 < len(missing) < len(arrived):
+                lacking[str(unit.index)] = missing[:5]
+        return lacking
+
+    def _refuse_unequal_use(self, groups: Groups, codes: list, unfinished: tuple, found: str) -> None:
+        """Some ranks have all gradients of a unit and others do not, because they used other parameters of it."""
+        reduced = {Order.decode(code) for code in codes if code is not None}
+        units = [str(index) for index, kind in reduced if kind == REDUCE]
+        for rank, lacking in zip(groups.ranks, unfinished):
+            for index in (index for index in units if index in lacking):
+                names = lacking[index]
+                unit = self._schedule().units[int(index)].name
+                raise RankMismatchError(
+                    f"ranks use different parameters of unit {unit_label(unit)}, which has units inside it",
+                    expected="each parameter of the unit used on all ranks, or on none",
+                    found=f"rank {rank} has no gradient of {', '.join(names)}; {found}",
+                    unit=unit,
+                    parameter=names[0],
+                    rank=groups.rank,
+                    cure="use it on every rank (add its output times 0), or make the smallest module that holds "
+                    "all such parameters a unit without units inside it: there ranks may use different ones",
+                )

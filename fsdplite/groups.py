@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import ConfigError
+from .errors import CollectiveError, ConfigError
 from .stage import Stage
 
 __all__ = ["Groups", "init_distributed", "next_number", "resolve_groups"]
@@ -198,13 +198,27 @@ def _group_over(ranks: tuple[int, ...]) -> Any:
 
 def _control_group(ranks: tuple[int, ...], timeout: timedelta) -> Any:
     def make() -> Any:
+        if dist.get_backend() == "fake":  # a fake world has nobody to talk to
+            return dist.new_group(list(ranks), backend="fake", timeout=timeout)
         everyone = len(ranks) == dist.get_world_size()
-        return dist.new_group(
-            None if everyone else list(ranks),
-            backend="fake" if dist.get_backend() == "fake" else "gloo",  # a fake world has nobody to talk to
-            timeout=timeout,
-            use_local_synchronization=not everyone,
-        )
+        store = dist.distributed_c10d._get_default_store()
+        scope = "-".join(map(str, ranks)) if len(ranks) <= 8 else f"{min(ranks)}x{len(ranks)}"
+        store.set(f"fsdplite/joins/{scope}/{dist.get_rank()}", "")
+        try:
+            return dist.new_group(
+                None if everyone else list(ranks),
+                backend="gloo",
+                timeout=timeout,
+                use_local_synchronization=not everyone,
+            )
+        except RuntimeError as failure:
+            missing = [rank for rank in ranks if not store.check([f"fsdplite/joins/{scope}/{rank}"])]
+            raise CollectiveError(
+                f"not every rank of the mesh came to its first fsdp_wrap within {timeout.total_seconds():g} s",
+                found=f"missing: ranks {missing}" if missing else "all ranks came, and could not connect",
+                rank=dist.get_rank(),
+                cure=f"call fsdp_wrap on every rank; look at the missing ranks' output first. Cause here: {failure}",
+            ) from failure
 
     return _make_once("control", ranks, make)
 

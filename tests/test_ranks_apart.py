@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -29,7 +31,7 @@ def test_two_equal_models_in_another_order() -> None:
 def other_divisors() -> None:
     model = fsdp.fsdp_wrap(Vec(4, 1.0))
     model.set_gradient_divide_factor(1.0 + here.rank)
-    expect_loud(lambda: model(1.0).backward())
+    expect_loud(lambda: model(1.0).backward(), "rank 0: 1.0; rank 1: 2.0", "set_gradient_divide_factor")
 
 
 def test_a_divisor_that_differs() -> None:
@@ -122,3 +124,40 @@ def other_options() -> None:
 
 def test_the_option_that_differs_is_named() -> None:
     run(2, other_options, fresh=True, pg_timeout_s=5)
+
+
+class Routed(nn.Module):
+    """A unit inside, and two experts of which a rank may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Vec(4, 1.0)
+        self.experts = nn.ModuleList(Vec(4, 1.0) for _ in range(2))
+
+    def forward(self, used: int) -> torch.Tensor:
+        return self.inner(1.0) * sum(expert(1.0) for expert in self.experts[:used])
+
+
+def unequal_routes() -> None:
+    model = nn.Sequential(Routed())
+    fsdp.fsdp_wrap(model, fsdp.by_name("0", "0.inner"))
+    needles = ("0.experts.1.w", "rank 1 has no gradient", "without units inside")
+    expect_loud(lambda: model(2 - here.rank).backward(), *needles)
+    alone = fsdp.fsdp_wrap(nn.Sequential(Routed()), fsdp.by_name("0"))
+    alone(2 - here.rank).backward()  # the cure
+    assert fsdp.full_grad(alone, "0.experts.1.w").tolist() == [4 / here.world_size] * 4
+
+
+def test_ranks_that_use_different_parameters_of_a_unit_with_units_inside() -> None:
+    run(2, unequal_routes, fresh=True, pg_timeout_s=5)
+
+
+def absent_from_wrapping() -> None:
+    if here.rank == 0:
+        expect_loud(lambda: fsdp.fsdp_wrap(Vec(4, 1.0)), "missing: ranks [1]", "fsdp_wrap on every rank")
+    else:
+        time.sleep(8)
+
+
+def test_a_rank_that_never_wraps() -> None:
+    run(2, absent_from_wrapping, fresh=True, pg_timeout_s=4)
