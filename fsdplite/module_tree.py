@@ -16,7 +16,10 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from .errors import ConfigError, PolicyError, WrapError, did_you_mean
 from .modules import class_name, compiled_inner, has_forward
 
-__all__ = ["IGNORED", "NESTED", "OURS", "ModuleTree", "Visit", "check_root", "checked_ignored", "checked_methods", "join_name", "list_children"]
+__all__ = [
+    "IGNORED", "NESTED", "OURS", "ModuleTree", "Visit", "check_root", "checked_ignored", "checked_methods", "join_name",
+    "list_children", "refuse_suspended",
+]  # fmt: skip
 
 OURS, NESTED, IGNORED = "ours", "nested", "ignored"
 
@@ -132,6 +135,19 @@ def check_root(root: nn.Module, is_unit: Callable[[nn.Module], bool], entry_poin
         )
 
 
+_SUSPENDED = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+
+
+def refuse_suspended(module: nn.Module, name: str) -> None:
+    """The weights are whole while a call runs, and a generator or coroutine runs after it has returned."""
+    if any(is_kind(getattr(module, "forward", None)) for is_kind in _SUSPENDED):
+        raise WrapError(
+            f"the forward of {type(module).__name__} is a generator or a coroutine: its weights are gone when it runs",
+            unit=name,
+            cure="make forward a plain method, or wrap the modules that it calls instead",
+        )
+
+
 def checked_methods(root: nn.Module, methods: Any) -> tuple[str, ...]:
     """The names given as ``forward_methods``.
 
@@ -144,10 +160,7 @@ def checked_methods(root: nn.Module, methods: Any) -> tuple[str, ...]:
     for name in methods:
         for m in root.modules():
             found = inspect.getattr_static(type(m), name, None)
-            if isinstance(found, (staticmethod, classmethod)) or any(
-                is_kind(found)
-                for is_kind in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-            ):
+            if isinstance(found, (staticmethod, classmethod)) or any(is_kind(found) for is_kind in _SUSPENDED):
                 raise PolicyError(
                     f"forward_methods cannot serve '{name}' of {type(m).__name__}: weights are whole while a call "
                     "runs, and this is a static or class method, a generator or a coroutine",
@@ -171,6 +184,11 @@ def _check_module(name: str, module: nn.Module) -> None:
         raise WrapError(
             f"{label} is a TorchScript module ({class_name(module)}): its weights cannot be replaced by slices",
             cure="wrap the original module and use torch.compile, or keep the scripted one outside the wrapped model",
+        )
+    if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
+        raise WrapError(
+            f"{label} is a {class_name(module)}, which averages gradients by itself",
+            cure="wrap the module that it was made of (its .module) instead of it",
         )
     for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):

@@ -117,9 +117,9 @@ class UnitState:
         """Call ``function`` (the module's own ``__call__`` or method) with full weights."""
         if self.is_active:  # one of the unit's own methods calls another: the weights are there
             return function(*args, **kwargs)
-        if torch._C._get_tracing_state() is not None:
+        if torch._C._get_tracing_state() is not None or (torch._C._len_torch_dispatch_stack() and _is_exported()):
             raise ParameterUseError(
-                "TorchScript cannot trace a unit: its gathers are no part of the graph",
+                "a unit cannot be traced or exported (torch.jit, torch.export, make_fx): its gathers are in no graph",
                 unit=self.name,
                 rank=self.groups.rank,
                 cure="trace the plain module, before fsdp_wrap or loaded from fsdp.full_state_dict",
@@ -373,6 +373,12 @@ class UnitState:
         twin.schedule = copy.deepcopy(self.schedule, memo)
         twin.schedule.add_copy(twin, is_root=self.schedule.root is self)
         return twin
+
+
+def _is_exported() -> bool:
+    """Whether operations are being recorded. (torch.compile leaves units out of its graphs.)"""
+    keys = torch._C._TorchDispatchModeKey
+    return torch.compiler.is_exporting() or any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
 
 
 class _CastBuffers:

@@ -22,7 +22,7 @@ from .fsdp_unit import become_unit, state_of
 from .groups import Groups, next_number, resolve_groups
 from .low_precision import keep_in_fp32, kept_modules
 from .materialize import Materializer, refuse_gradients, warn_low_precision
-from .module_tree import checked_methods
+from .module_tree import checked_methods, refuse_suspended
 from .modules import user_name
 from .offload.options import Offload, as_offload
 from .offload.resting import OnDevice, OnHost
@@ -121,7 +121,17 @@ def fsdp_wrap(
             for param in spec.params:
                 refuse_gradients(param.parameter, user_name(param.name), groups.rank)
                 _refuse_subclass(param.parameter, user_name(param.name))
+            refuse_suspended(spec.module, user_name(spec.name))
+        below = {id(m) for m in module.modules()}
         for name, nested in plan.nested:
+            root = state_of(nested).schedule.root.module()
+            if root is not None and id(root) not in below:
+                raise WrapError(
+                    f"a unit inside the model belongs to another wrapped model, a {type(root).__name__}",
+                    unit=user_name(name),
+                    cure="wrap one module that holds both models (other entry points go into forward_methods), or wrap "
+                    "the shared unit and the other parts each by itself and nothing around them",
+                )
             if state_of(nested).groups.ranks != groups.ranks:
                 raise WrapError(
                     "a unit inside the model is sharded over other ranks than the model",
@@ -332,6 +342,12 @@ def _refuse_unknown(name: str) -> None:
 def _refuse_subclass(parameter: nn.Parameter, name: str) -> None:
     """A subclass has behaviour of its own that a slice would break in silence. (Fake tensors are none of a user's.)"""
     cls = type(parameter)
+    if cls.__name__ == "DTensor":
+        raise WrapError(
+            "a parameter is sharded already: it is a DTensor",
+            parameter=name,
+            cure="wrap the plain module: neither fully_shard nor parallelize_module before fsdp_wrap",
+        )
     if cls is not nn.Parameter and not cls.__module__.startswith("torch."):
         raise WrapError(
             f"a parameter is of class {cls.__name__}, a subclass of nn.Parameter",
