@@ -19,12 +19,14 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError, FSDPError
 from .failure import SharedFailure, failure_of, from_os_error, record_of
+from .liveness import has_ended, identity
 from .world import World
 
 __all__ = ["Agreement"]
 
 _BEAT_S = 0.5
-_DEAD_S = 30.0  # a process that shows no sign of life for so long is gone (or for the group's timeout, if shorter)
+# A process elsewhere that shows no sign of life for so long is gone (or for the group's timeout, if shorter).
+_DEAD_S = 30.0
 _FAREWELL_S = 2.0
 _POLL_S = 0.02
 _COMMIT = b"commit"
@@ -101,6 +103,8 @@ class Agreement:
         while not self._stop.is_set():
             ticks += 1
             try:
+                if ticks == 1:
+                    self._store.set(f"who/{self.world.index}", identity())
                 self._store.set(f"beat/{self.world.index}", f"{self._progress} {ticks} {self.call}")
             except RuntimeError:
                 return  # the store is gone; whoever waits for something will say so
@@ -126,7 +130,7 @@ class Agreement:
             pass  # the store is gone, and with it whoever could read
 
     def _clear(self) -> None:
-        for name in ("beat", "left", *map(self._key, self._collected)):
+        for name in ("beat", "who", "left", *map(self._key, self._collected)):
             for index in range(self.world.size):
                 self._store.delete_key(f"{name}/{index}")
         for name in ("decision", *map(self._key, self._told)):
@@ -177,17 +181,17 @@ class Agreement:
             if now - last_look > _BEAT_S:
                 last_look = now
                 with self._reaching():
-                    missing = [index for index, key in keys.items() if not self._store.check([key])]
+                    missing = {index: key for index, key in keys.items() if not self._store.check([key])}
                     self._look_for_life(missing, started)
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, _POLL_S)
 
-    def _look_for_life(self, missing: list[int], started: float) -> None:
-        """Raise if a rank that is waited for is dead or stuck."""
+    def _look_for_life(self, missing: dict[int, str], started: float) -> None:
+        """Raise if a rank that is waited for, for the note under the key here, is dead or stuck."""
         now = time.monotonic()
         # Rank 0 waits for the others and sees first who is stuck; the others, who wait for rank 0, let it say so.
         patience_s = self.world.timeout_s * (1.0 if self.world.is_first else 1.5)
-        for index in missing:
+        for index, awaited in missing.items():
             if index == self.world.index:
                 continue
             key = f"beat/{index}"
@@ -198,6 +202,8 @@ class Agreement:
             progress, ticks, call = self._store.get(key).split(b" ", 2)
             if call.decode() != self.call:
                 self._lose(index, f"called {call.decode()} instead")
+            if has_ended(self._store.get(f"who/{index}").decode()) and not self._store.check([awaited]):
+                self._lose(index, "is gone: its process has ended")
             before = self._seen.get(index)
             if before is None:
                 self._seen[index] = (progress, now, ticks, now)

@@ -1,0 +1,51 @@
+"""Whether another process of this machine has ended. Where that cannot be known, nobody has."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+__all__ = ["has_ended", "identity"]
+
+
+def identity() -> str:
+    """This process, for :func:`has_ended`: machine, name space of process numbers, number, and when it started.
+
+    Empty where the system has no ``/proc``.
+    """
+    try:
+        return f"{_place()} {os.getpid()} {_state(os.getpid())[1]}"
+    except OSError:
+        return ""
+
+
+def has_ended(who: str) -> bool:
+    """Whether the process of an :func:`identity` is gone. False for processes of other machines."""
+    place, _, rest = who.partition(" ")
+    pid, _, started = rest.partition(" ")
+    try:
+        if not who or place != _place():
+            return False
+    except OSError:
+        return False
+    try:
+        state, since = _state(int(pid))
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+    return since != started or state in "ZX"  # the number belongs to another one by now; or nobody has asked for its end
+
+
+def _place() -> str:
+    """Processes with one of these see each other's numbers."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def _state(pid: int) -> tuple[str, str]:
+    """State, and start in ticks since the machine's."""
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()  # the name before it may have anything in it
+    return fields[0], fields[19]

@@ -1,0 +1,43 @@
+"""Whether a process has ended: asked of the system, never guessed from its silence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from fsdplite.checkpoint.liveness import has_ended, identity
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere nobody is known to have ended")
+PROGRAM = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("liveness", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+print(module.identity(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_that_ended():
+    from fsdplite.checkpoint import liveness
+
+    arguments = [sys.executable, "-c", PROGRAM, liveness.__file__]
+    child = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    who = child.stdout.readline().strip()
+    assert who.split()[1] == str(child.pid) and not has_ended(who)
+    child.kill()
+    child.stdout.read()  # it is over, and nobody has asked for its exit code
+    while not has_ended(who):
+        pass
+    child.communicate()
+    assert has_ended(who), "nor is it there after somebody has"
+
+
+def test_who_is_alive_or_cannot_be_known():
+    place, pid, started = identity().rsplit(" ", 2)
+    assert not has_ended(identity())
+    assert has_ended(f"{place} {pid} {int(started) + 1}"), "its number belongs to another process now"
+    for elsewhere in ("", f"elsewhere/{place} {pid} {int(started) + 1}", f"{place[:-2]}x {pid} 1"):
+        assert not has_ended(elsewhere)
