@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Sequence
 
 from ..version import __version__
-from . import ckpt, doctor, parity, plan
+from . import ckpt, doctor, migrate, parity, plan
 
 __all__ = ["main"]
 
-_COMMANDS = (plan, parity, doctor, ckpt)
+_COMMANDS = (plan, parity, doctor, ckpt, migrate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

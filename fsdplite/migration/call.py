@@ -1,0 +1,238 @@
+"""One use of a name in a file, and the text of its counterpart."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from . import config_settings
+from .names import Names
+from .rule import Argument, Rule
+
+__all__ = ["Use", "Written", "bind_arguments", "key_of", "one_line", "write"]
+
+_PLACE = re.compile(r"\{(?P<name>\w+)(?:!(?P<form>\*|\w+))?(?:=(?P<default>[^}]*))?\}")
+_ORDER = ("stage", "mesh", "precision", "reshard_after_forward", "prefetch", "offload", "recompute", "ignored")
+_USUAL = {"module": "model", "model": "model", "policy": "policy", "path": "path"}
+
+
+@dataclass(frozen=True)
+class Written:
+    """The counterpart's text and what to say about it.
+
+    Attributes:
+        text: Python.
+        notes: In order.
+        missing: What has no counterpart.
+    """
+
+    text: str
+    notes: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+@dataclass
+class Use:
+    """What a rule sees of a use.
+
+    Attributes:
+        given: Arguments by name.
+        receiver: The object whose method is called, as text.
+        unread: Arguments behind a star that could not be followed, as text.
+        render: Gives an expression's text, with what is inside it translated, and notes.
+        resolve: Gives the expression behind a variable.
+        finish: Hears of an argument that was translated without being rendered.
+    """
+
+    given: Mapping[str, ast.expr]
+    receiver: str
+    unread: tuple[str, ...]
+    render: Callable[[ast.expr], Written]
+    resolve: Callable[[ast.expr], ast.expr]
+    finish: Callable[[ast.AST], None]
+    notes: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    def text(self, node: ast.expr) -> str:
+        written = self.render(node)
+        self.notes += written.notes
+        self.missing += written.missing
+        return written.text
+
+
+def bind_arguments(
+    call: ast.Call, parameters: str, names: Names, skip: int = 0
+) -> tuple[dict[str, ast.expr], tuple[str, ...]]:
+    """Arguments of a call by parameter name. ``**options`` is followed to a dictionary that is written out.
+
+    Args:
+        call: The call.
+        parameters: Names of what may be given by position.
+        names: Of the file.
+        skip: Positional arguments that belong to somebody else (the function in ``functools.partial``).
+
+    Returns:
+        The arguments, and those that could not be followed, as text.
+    """
+    given: dict[str, ast.expr] = {}
+    unread = []
+    for name, value in zip(parameters.split(), call.args[skip:]):
+        if isinstance(value, ast.Starred):
+            break
+        given[name] = value
+    unread += [one_line(value) for value in call.args[skip:] if isinstance(value, ast.Starred)]
+    for keyword in call.keywords:
+        if keyword.arg is not None:
+            given[keyword.arg] = keyword.value
+            continue
+        options = names.value(keyword.value)
+        if isinstance(options, ast.Dict) and all(isinstance(key, ast.Constant) for key in options.keys):
+            given |= {str(key.value): value for key, value in zip(options.keys, options.values)}
+        elif isinstance(options, ast.Call) and isinstance(options.func, ast.Name) and options.func.id == "dict":
+            given |= {inner.arg: inner.value for inner in options.keywords if inner.arg is not None}
+        else:
+            unread.append("**" + one_line(keyword.value))
+    return given, tuple(unread)
+
+
+def one_line(node: ast.AST, longest: int = 10_000) -> str:
+    """The expression's source as Python prints it, cut after ``longest`` characters."""
+    text = ast.unparse(node).replace("\n", " ")
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def key_of(node: ast.expr) -> str:
+    """What a value is called in tables: a literal's text, or the last name of a dotted one."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else repr(node.value)
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return one_line(node)
+
+
+def write(rule: Rule, use: Use) -> Written:
+    """The counterpart of a use by its rule's template."""
+    options = _options(rule.arguments, use) if rule.arguments else ""
+    template = rule.write
+    for name, argument in rule.arguments.items():
+        if argument.templates and name in use.given:
+            template = argument.templates.get(key_of(use.resolve(use.given[name])), template)
+
+    def place(match: re.Match[str]) -> str:
+        name, form, default = match["name"], match["form"], match["default"]
+        if name == "self":
+            return use.receiver
+        if name == "options":
+            return options
+        node = use.given.get(name)
+        if node is None and default is not None and default.startswith("@"):
+            node, form = use.given.get(default[1:]), None
+            default = _USUAL.get(default[1:], default[1:])
+        if node is None:
+            return default if default is not None else _USUAL.get(name, name)
+        if form == "*":
+            return _elements(use, node)
+        if form == "policy":
+            return _policy_of(use, node)
+        if form == "union":
+            return _elements(use, node).replace(", ", " | ")
+        if form == "count":
+            behind = use.resolve(node)
+            return str(len(behind.elts)) if isinstance(behind, (ast.List, ast.Tuple)) else default or "1"
+        if form == "owner":
+            return _owner_of(node)
+        if form == "settings":
+            return _settings_of(use, node)
+        return use.text(node)
+
+    text = _PLACE.sub(place, template).replace("(, ", "(").removeprefix(", ")
+    if use.unread:
+        use.notes.append(f"{', '.join(use.unread)} is made when it runs: translate what it holds by hand")
+    notes = ([rule.note] if rule.note else []) + use.notes
+    return Written(text, tuple(dict.fromkeys(notes)), tuple(dict.fromkeys(use.missing)))
+
+
+def _options(arguments: Mapping[str, Argument], use: Use) -> str:
+    placed: dict[str, str] = {}
+    named: dict[str, str] = {}
+    fragments: list[str] = []
+    for name, argument in arguments.items():
+        node = use.given.get(name)
+        if node is None:
+            fragments += [argument.absent] if argument.absent else []
+            use.notes += [argument.absent_note] if argument.absent_note else []
+            continue
+        key = key_of(use.resolve(node))
+        is_left_out = not (argument.to or argument.values or argument.none)
+        if key in argument.values or key in argument.templates or (is_left_out and not isinstance(node, ast.Dict)):
+            use.finish(node)
+        if argument.note and key not in argument.harmless:
+            use.notes.append(f"{name}: {argument.note}")
+        why = argument.number if key.isdigit() else ""
+        if why or (argument.none and key not in argument.harmless):
+            use.missing.append(f"{name}={one_line(node, 40)}: {why or argument.none}")
+            continue
+        if key in argument.notes:
+            use.notes.append(f"{name}={key}: {argument.notes[key]}")
+        if key in argument.values:
+            fragments += [argument.values[key]] if argument.values[key] else []
+        elif argument.values and not argument.to:
+            use.finish(node)
+            known = ", ".join(f"{value} is {text or 'the default'}" for value, text in argument.values.items())
+            use.notes.append(f"{name}={one_line(node, 40)} is chosen when it runs: {known}")
+            fragments += [argument.otherwise] if argument.otherwise else []
+        elif argument.to.isdigit():
+            if key not in argument.harmless:
+                placed[argument.to] = use.text(node)
+        elif argument.to and key != "None":
+            named[argument.to] = use.text(node)
+    for fragment in fragments:
+        for part in fragment.split("; "):
+            keyword, equals, _ = part.partition("=")
+            if not equals or "(" in keyword:
+                placed.setdefault("1", part)
+            elif keyword not in named:
+                named[keyword] = part[len(keyword) + 1 :]
+    order = {name: place for place, name in enumerate(_ORDER)}
+    parts = [placed[place] for place in sorted(placed)]
+    parts += [f"{name}={named[name]}" for name in sorted(named, key=lambda name: order.get(name, len(order)))]
+    return "".join(", " + part for part in parts)
+
+
+def _elements(use: Use, node: ast.expr) -> str:
+    """``{A, B}`` as ``A, B``; what is not written out as ``*classes``."""
+    behind = use.resolve(node)
+    while isinstance(behind, ast.Call) and len(behind.args) == 1 and key_of(behind.func) in ("set", "list", "tuple"):
+        behind = use.resolve(behind.args[0])
+    if isinstance(behind, (ast.Set, ast.List, ast.Tuple)):
+        return ", ".join(use.text(element) for element in behind.elts)
+    return "*" + use.text(node)
+
+
+def _policy_of(use: Use, node: ast.expr) -> str:
+    """``lambda m: isinstance(m, Block)`` is ``by_class(Block)``; any other predicate is ``by_predicate`` of it."""
+    behind = use.resolve(node)
+    if isinstance(behind, ast.Lambda) and isinstance(behind.body, ast.Call):
+        test = behind.body
+        parameters = {argument.arg for argument in behind.args.args}
+        if key_of(test.func) == "isinstance" and len(test.args) == 2 and key_of(test.args[0]) in parameters:
+            return f"fsdp.by_class({_elements(use, test.args[1]).lstrip('*')})"
+    return f"fsdp.by_predicate({use.text(node)})"
+
+
+def _owner_of(node: ast.expr) -> str:
+    """The model in ``model.parameters()``."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.endswith("parameters"):
+        return one_line(node.func.value)
+    return "model"
+
+
+def _settings_of(use: Use, node: ast.expr) -> str:
+    """What a DeepSpeed configuration that is written out asks of ``fsdp_wrap``."""
+    behind = use.resolve(node)
+    if isinstance(behind, ast.Dict):
+        return config_settings.wrap_options(behind)
+    use.notes.append(f"stage, precision and offload are in {one_line(node, 40)}: give the JSON file as a PATH too")
+    return ""

@@ -1,0 +1,149 @@
+"""Plain torch that means something else once parameters are sharded."""
+
+from __future__ import annotations
+
+import ast
+
+from .call import Written, key_of, one_line
+from .names import Names
+from .rule import CHANGE, NONE
+
+__all__ = ["NAME", "WHOLE_TENSOR_OPTIMIZERS", "Plain"]
+
+NAME = "torch"
+
+WHOLE_TENSOR_OPTIMIZERS = frozenset(
+    "Adafactor Muon LBFGS Shampoo DistributedShampoo SOAP KFAC LARS LAMB Lamb Lars".split()
+)
+
+_WRITES = "fsdp.mark_updated(model)"
+_WRITES_NOTE = (
+    "after writes through .data, if the model is wrapped by then: .data is this rank's slice, right for element-wise "
+    "arithmetic; whole values go in with fsdp.full_params(module, writeback=True)"
+)
+_SAVED_NOTE = (
+    "call it on every rank and save what it returns on rank 0 (it is empty elsewhere), "
+    "or save without gathering: fsdp.save_checkpoint(root, model, step=step)"
+)
+_OPTIMIZER_NOTE = (
+    "it reads whole tensors, and is refused at its first step: use an element-wise one, such as torch.optim.AdamW"
+)
+_SAVES = ("torch.save", "safetensors.torch.save_file", "safetensors.torch.save_model")
+_PARAMETERS = ("parameters", "named_parameters")
+
+Found = tuple[str, Written]
+
+
+class Plain:
+    """Looks at one file. Parameters are known where a loop takes them from a model."""
+
+    def __init__(self, tree: ast.AST, names: Names, parents: dict[ast.AST, ast.AST]) -> None:
+        self.names = names
+        self.parents = parents
+        self.parameters: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)) and _takes_parameters(node.iter):
+                self.parameters |= {name.id for name in ast.walk(node.target) if isinstance(name, ast.Name)}
+
+    def look(self, node: ast.AST) -> Found | None:
+        """What to say about a node that no table knows."""
+        if isinstance(node, (ast.Assign, ast.AugAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            return self._write(node) if any(self._is_data(target) for target in targets) else None
+        if not isinstance(node, ast.Call):
+            return None
+        dotted = self.names.dotted(node.func)
+        if node.args and any(name in dotted for name in _SAVES):
+            return self._saved(node.args[0])
+        if "torch.autograd.grad" in dotted and any(_takes_parameters(part) for part in node.args[1:2]):
+            note = "it cannot return gradients of sharded parameters: loss.backward(), then fsdp.full_grad(model, name)"
+            return NONE, Written("", (note,))
+        if isinstance(node.func, (ast.Name, ast.Attribute)) and key_of(node.func) in WHOLE_TENSOR_OPTIMIZERS:
+            return NONE, Written("", (_OPTIMIZER_NOTE,))
+        return self._method(node)
+
+    def _method(self, node: ast.Call) -> Found | None:
+        if not isinstance(node.func, ast.Attribute):
+            return None
+        method, owner = node.func.attr, node.func.value
+        if method.endswith("_") and not method.startswith("_") and self._is_data(owner):
+            return self._write(node)
+        if method == "norm" and self._is_gradient(owner):
+            note = 'the norm of a slice is no norm, and raises: model.clip_grad_norm_(float("inf")) only measures'
+            return CHANGE, Written('norm = model.clip_grad_norm_(float("inf"))', (note,))
+        if method == "save_pretrained" and "model" in one_line(owner).lower():
+            note = "it refuses slices: save a checkpoint, and export its step; the configuration is saved as before"
+            where = one_line(node.args[0]) if node.args else "out_dir"
+            return CHANGE, Written(f"fsdp.export_safetensors(root, {where})", (note,))
+        return None
+
+    def _write(self, node: ast.AST) -> Found | None:
+        above: ast.AST | None = node
+        while above is not None:
+            if isinstance(above, ast.FunctionDef) and ("init" in above.name or above.name == "reset_parameters"):
+                return None  # it runs before wrapping
+            above = self.parents.get(above)
+        return CHANGE, Written(_WRITES, (_WRITES_NOTE,))
+
+    def _is_data(self, node: ast.AST) -> bool:
+        if not isinstance(node, ast.Attribute) or node.attr != "data":
+            return False
+        owner = node.value
+        if isinstance(owner, ast.Name):
+            return owner.id in self.parameters
+        return isinstance(owner, ast.Attribute) and owner.attr in ("weight", "bias")
+
+    def _is_gradient(self, node: ast.AST) -> bool:
+        while isinstance(node, (ast.Attribute, ast.Call)):
+            if isinstance(node, ast.Attribute) and node.attr == "grad":
+                return isinstance(node.value, ast.Name) and node.value.id in self.parameters
+            node = node.func if isinstance(node, ast.Call) else node.value
+        return False
+
+    # ---------------------------------------------------------------------------------------------- saved state
+
+    def _saved(self, node: ast.expr) -> Found | None:
+        node = self.names.value(node)
+        kept = self._state(node)
+        if kept is not None:
+            kind, owner = kept
+            if kind == "model":
+                return CHANGE, Written(f"state = fsdp.full_state_dict({owner})", (_SAVED_NOTE,))
+            note = "each rank holds its part of the state, and it refuses to be pickled; it is saved with the model"
+            return CHANGE, Written(f"fsdp.save_checkpoint(root, model, {owner}, step=step)", (note,))
+        if not isinstance(node, ast.Dict):
+            return None
+        found: dict[str, str] = {}
+        others = []
+        for key, value in zip(node.keys, node.values):
+            kept = self._state(self.names.value(value))
+            if kept is not None and kept[0] not in found:
+                found[kept[0]] = kept[1]
+            elif key is not None:
+                others.append(f"{one_line(key)}: {one_line(value)}")
+        if not found:
+            return None
+        members = [found.get("model", "model")] + ([found["optimizer"]] if "optimizer" in found else [])
+        extra = ", extra={" + ", ".join(others) + "}" if others else ""
+        text = f"fsdp.save_checkpoint(root, {', '.join(members)}, step=step{extra})"
+        note = "on every rank; root is a folder, and extra takes JSON values and tensors. fsdp.load_checkpoint reads it"
+        return CHANGE, Written(text, (note,))
+
+    def _state(self, node: ast.expr) -> tuple[str, str] | None:
+        """("model" or "optimizer", the object) for ``object.state_dict()``, and for a model itself."""
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "state_dict":
+            owner = one_line(node.func.value).removesuffix(".module")
+            last = owner.rpartition(".")[2].lower()
+            if any(word in last for word in ("sched", "scaler", "loader", "sampler")):
+                return None
+            return ("optimizer" if last.startswith("opt") or "optim" in last else "model"), owner
+        if isinstance(node, (ast.Name, ast.Attribute)) and key_of(node) in ("model", "net", "module"):
+            return "model", one_line(node).removesuffix(".module")
+        return None
+
+
+def _takes_parameters(node: ast.AST) -> bool:
+    return any(
+        isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr in _PARAMETERS
+        for part in ast.walk(node)
+    )
