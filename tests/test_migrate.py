@@ -126,6 +126,29 @@ def test_sharding_strategies(strategy: str, written: str) -> None:
     assert unknown == "fsdp.fsdp_wrap(model, stage=...)" and "NO_SHARD is stage=0" in notes(source)
 
 
+def test_policies() -> None:
+    source = """
+    import functools
+    from torch.distributed.fsdp.wrap import (
+        CustomPolicy, ModuleWrapPolicy, _or_policy, always_wrap_policy, lambda_auto_wrap_policy,
+        transformer_auto_wrap_policy,
+    )
+    functools.partial(_or_policy, policies=[
+        functools.partial(lambda_auto_wrap_policy, lambda_fn=trains),
+        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=set([Block, Head])),
+    ])
+    ModuleWrapPolicy(CLASSES)
+    CustomPolicy(lambda module: isinstance(module, (Block, Head)))
+    choose(always_wrap_policy)
+    """
+    assert [written for _, _, written in found(source)] == [
+        "fsdp.by_predicate(trains) | fsdp.by_class(Block, Head)",
+        "fsdp.by_class(*CLASSES)",
+        "fsdp.by_class(Block, Head)",
+        "fsdp.by_size(1)",
+    ]
+
+
 def test_a_mesh_that_is_given_is_used() -> None:
     source = """
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -147,8 +170,10 @@ def test_fsdp2() -> None:
         fully_shard(block, **options, reshard_after_forward=i < 3)
     fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
     fully_shard(head, reshard_after_forward=4)
+    fully_shard([model.norm, model.output], mesh=mesh)
     register_fsdp_forward_method(model, "generate")
     model.set_requires_gradient_sync(False)
+    model.set_requires_gradient_sync(True, recurse=False)
     model.unshard()
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
     if isinstance(p, DTensor):
@@ -161,13 +186,15 @@ def test_fsdp2() -> None:
                        "reshard_after_forward=i < 3)"),
         (11, "change", 'fsdp.fsdp_wrap(model, offload=fsdp.Offload(params="cpu", pin=False))'),
         (12, "none", "fsdp.fsdp_wrap(head)"),
-        (13, "change", "forward_methods=('generate',)"),
-        (14, "keep", ""),
-        (15, "drop", ""),
-        (16, "change", "prefetch=2"),
-        (17, "change", "torch.nn.Parameter"),
-        (18, "change", "fsdp.full_params(module)"),
-        (19, "none", ""),
+        (13, "change", "fsdp.fsdp_wrap(model.norm, mesh=mesh); fsdp.fsdp_wrap(model.output, mesh=mesh)"),
+        (14, "change", "forward_methods=('generate',)"),
+        (15, "keep", ""),
+        (16, "none", ""),
+        (17, "drop", ""),
+        (18, "change", "prefetch=2"),
+        (19, "change", "torch.nn.Parameter"),
+        (20, "change", "fsdp.full_params(module)"),
+        (21, "none", ""),
     ]  # fmt: skip
     assert "reduced in fp32, not in param_dtype" in notes(source)
 
@@ -211,6 +238,7 @@ def test_deepspeed() -> None:
         model_engine.backward(loss)
         model_engine.step()
         deepspeed.something_new()
+    other, *_ = deepspeed.initialize(args=args, model=Net(), model_parameters=params)
     """
     written = 'fsdp.fsdp_wrap(model, policy, stage=3, precision="bf16", offload=fsdp.Offload(params="cpu"))'
     assert [entry for entry in found(source) if entry[0] != 3] == [
@@ -225,6 +253,7 @@ def test_deepspeed() -> None:
         (18, "change", "loss.backward()"),
         (19, "change", "optimizer.step()"),
         (20, "none", ""),
+        (21, "change", "fsdp.fsdp_wrap(Net(), policy, stage=...)"),
     ]
     assert found(source)[0] == (3, "change", written)
 

@@ -6,15 +6,19 @@ import ast
 import importlib
 import inspect
 import re
+import types
 from pathlib import Path
 
 import pytest
+import torch
 
 import fsdplite as fsdp
 from fsdplite.migration import config_settings, plain
 from fsdplite.migration.engines import ENGINES
 from fsdplite.migration.finder import find
 from fsdplite.migration.rule import VERDICTS, Engine, Rule
+
+from .recipe_module import recipe  # noqa: F401
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -66,6 +70,17 @@ def test_what_is_to_be_written_is_python() -> None:
             continue
         text = re.sub(r"\{[^}]*\}", "x", re.sub(r"\{options\}|\{config!settings[^}]*\}", "", rule.write))
         ast.parse(f"f({text})" if re.match(r"(?!state|report|norm)\w+=", text) else text)  # options, or a statement
+
+
+def test_what_does_not_name_the_users_objects_can_be_made() -> None:
+    fragments = [
+        text for _, rule in rules() for argument in rule.arguments.values() for text in argument.values.values()
+    ] + [text.replace("{path}", "/tmp") for s in config_settings.SETTINGS.values() for text in s.values.values()]
+    made = [part.partition("=")[2] for text in fragments for part in text.split("; ") if "=fsdp." in part]
+    made += [rule.write.partition("=")[2] for _, rule in rules() if re.match(r"\w+=fsdp\.[^{]*$", rule.write)]
+    names = {"fsdp": fsdp, "torch": torch, "Block": torch.nn.Linear}
+    values = [eval(text, names) for text in dict.fromkeys(made)]
+    assert len(values) > 5 and {type(value) for value in values} >= {fsdp.Offload, fsdp.Precision}
 
 
 PLACES = {  # where torch keeps names that its users import from deeper modules
@@ -137,6 +152,23 @@ def sections() -> list[tuple[str, list[str]]]:
     parts = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
     found = [(part.partition("\n")[0], re.findall(r"```python\n(.*?)```", part, re.DOTALL)) for part in parts]
     return [(heading, blocks) for heading, blocks in found if len(blocks) == 2]
+
+
+def test_what_the_guide_tells_to_write_runs(
+    recipe: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, (heading, (_, after)) in enumerate(sections()):
+        size = recipe.SIZES["tiny"]
+        model = recipe.GPT(size, 8)
+        rows = torch.randint(256, (2, 2, 9))
+        names = {
+            "model": model, "GPT": lambda: recipe.GPT(size, 8), "Block": recipe.Block, "mesh": None,
+            "batches": [(row[:, :-1], row[:, 1:]) for row in rows],
+            "optimizer": torch.optim.AdamW(model.parameters()),
+        }  # fmt: skip
+        exec(compile(after.replace("runs/a", f"runs/{number}"), heading, "exec"), names)
+        assert fsdp.latest_step(f"runs/{number}") == 1000, heading
 
 
 def test_the_guide_shows_what_the_command_says() -> None:

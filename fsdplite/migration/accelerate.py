@@ -46,8 +46,8 @@ ACCELERATE = Engine(
                 "state_dict_type": Argument(note="fsdp.save_checkpoint saves shards, fsdp.full_state_dict gives the "
                                                  "whole"),
                 "cpu_ram_efficient_loading": Argument(note="build on the meta device, then "
-                                                           "fsdp.load_safetensors(model, "
-                                                      "folder): each rank reads what it holds"),
+                                                           "fsdp.load_safetensors(model, folder): each rank reads what "
+                                                           "it holds"),
             },
             note="fsdp.from_model() is the policy that reads the model's _no_split_modules",
         ),
@@ -82,16 +82,14 @@ ACCELERATE = Engine(
         ),
         Rule("prepare prepare_model", "fsdp.fsdp_wrap({model}, policy)", of=_KIND, parameters="model",
              note="the model only: the optimizer stays plain, and the loader takes a DistributedSampler"),
-        Rule("prepare_optimizer prepare_scheduler prepare_data_loader", verdict=DROP, of=_KIND, note="they stay "
-            "plain; the "
-             "loader takes a DistributedSampler, and batches go to the device by hand"),
+        Rule("prepare_optimizer prepare_scheduler prepare_data_loader", verdict=DROP, of=_KIND,
+             note="they stay plain; the loader takes a DistributedSampler, and batches go to the device by hand"),
         Rule("backward", "{loss}.backward()", of=_KIND, parameters="loss",
              note="with gradient accumulation divide the loss yourself: Accelerate did"),
-        Rule("clip_grad_norm_", "{parameters!owner}.clip_grad_norm_({max_norm})", of=_KIND, parameters="parameters "
-            "max_norm"),
-        Rule("accumulate no_sync", "{model}.no_sync()", of=_KIND, parameters="model", note="a context, around all "
-            "microbatches "
-             "but the last, whose step is then made; divide the loss yourself"),
+        Rule("clip_grad_norm_", "{parameters!owner}.clip_grad_norm_({max_norm})", of=_KIND,
+             parameters="parameters max_norm"),
+        Rule("accumulate no_sync", "{model}.no_sync()", of=_KIND, parameters="model",
+             note="a context, around all microbatches but the last, whose step is then made; divide the loss yourself"),
         Rule("sync_gradients", verdict=DROP, of=_KIND, is_attribute=True, note="count microbatches yourself"),
         Rule("save_state", "fsdp.save_checkpoint({output_dir=root}, model, optimizer, step=step)", of=_KIND,
              parameters="output_dir"),
@@ -111,8 +109,8 @@ ACCELERATE = Engine(
         Rule("autocast", verdict=DROP, of=_KIND, note='precision="bf16" in fsdp_wrap'),
         Rule("utils.merge_fsdp_weights", verdict=KEEP, note="it reads checkpoints of the old run"),
         Rule("utils.MegatronLMPlugin", verdict=NONE, note="there is no tensor or pipeline parallelism"),
-        Rule("init_empty_weights big_modeling.init_empty_weights", 'torch.device("meta")', note="a context; "
-             "fsdp.load_safetensors(model, folder) then fills the wrapped model"),
+        Rule("init_empty_weights big_modeling.init_empty_weights", 'torch.device("meta")',
+             note="a context; fsdp.load_safetensors(model, folder) then fills the wrapped model"),
     ),
 )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from . import config_settings
 from .names import Names
@@ -113,7 +113,15 @@ def key_of(node: ast.expr) -> str:
 
 
 def write(rule: Rule, use: Use) -> Written:
-    """The counterpart of a use by its rule's template."""
+    """The counterpart of a use by its rule's template; of each module where a list of them is given."""
+    several = use.resolve(use.given["module"]) if "module" in use.given else None
+    if isinstance(several, ast.List) and several.elts and "{module}" in rule.write:
+        written = [_write(rule, replace(use, given={**use.given, "module": one})) for one in several.elts]
+        return replace(written[0], text="; ".join(one.text for one in written))
+    return _write(rule, use)
+
+
+def _write(rule: Rule, use: Use) -> Written:
     options = _options(rule.arguments, use) if rule.arguments else ""
     template = rule.write
     for name, argument in rule.arguments.items():
@@ -126,6 +134,8 @@ def write(rule: Rule, use: Use) -> Written:
             return use.receiver
         if name == "options":
             return options
+        if form == "settings":
+            return _settings_of(use)
         node = use.given.get(name)
         if node is None and default is not None and default.startswith("@"):
             node, form = use.given.get(default[1:]), None
@@ -133,18 +143,16 @@ def write(rule: Rule, use: Use) -> Written:
         if node is None:
             return default if default is not None else _USUAL.get(name, name)
         if form == "*":
-            return _elements(use, node)
+            return ", ".join(_elements(use, node))
         if form == "policy":
             return _policy_of(use, node)
         if form == "union":
-            return _elements(use, node).replace(", ", " | ")
+            return " | ".join(_elements(use, node))
         if form == "count":
             behind = use.resolve(node)
             return str(len(behind.elts)) if isinstance(behind, (ast.List, ast.Tuple)) else default or "1"
         if form == "owner":
             return _owner_of(node)
-        if form == "settings":
-            return _settings_of(use, node)
         return use.text(node)
 
     text = _PLACE.sub(place, template).replace("(, ", "(").removeprefix(", ")
@@ -201,14 +209,14 @@ def _options(arguments: Mapping[str, Argument], use: Use) -> str:
     return "".join(", " + part for part in parts)
 
 
-def _elements(use: Use, node: ast.expr) -> str:
-    """``{A, B}`` as ``A, B``; what is not written out as ``*classes``."""
+def _elements(use: Use, node: ast.expr) -> list[str]:
+    """The texts of ``{A, B}``; of what is not written out ``*classes``."""
     behind = use.resolve(node)
     while isinstance(behind, ast.Call) and len(behind.args) == 1 and key_of(behind.func) in ("set", "list", "tuple"):
         behind = use.resolve(behind.args[0])
     if isinstance(behind, (ast.Set, ast.List, ast.Tuple)):
-        return ", ".join(use.text(element) for element in behind.elts)
-    return "*" + use.text(node)
+        return [use.text(element) for element in behind.elts]
+    return ["*" + use.text(node)]
 
 
 def _policy_of(use: Use, node: ast.expr) -> str:
@@ -218,7 +226,7 @@ def _policy_of(use: Use, node: ast.expr) -> str:
         test = behind.body
         parameters = {argument.arg for argument in behind.args.args}
         if key_of(test.func) == "isinstance" and len(test.args) == 2 and key_of(test.args[0]) in parameters:
-            return f"fsdp.by_class({_elements(use, test.args[1]).lstrip('*')})"
+            return f"fsdp.by_class({', '.join(_elements(use, test.args[1])).lstrip('*')})"
     return f"fsdp.by_predicate({use.text(node)})"
 
 
@@ -229,10 +237,12 @@ def _owner_of(node: ast.expr) -> str:
     return "model"
 
 
-def _settings_of(use: Use, node: ast.expr) -> str:
+def _settings_of(use: Use) -> str:
     """What a DeepSpeed configuration that is written out asks of ``fsdp_wrap``."""
-    behind = use.resolve(node)
+    node = use.given.get("config", use.given.get("config_params"))
+    behind = use.resolve(node) if node is not None else None
     if isinstance(behind, ast.Dict):
         return config_settings.wrap_options(behind)
-    use.notes.append(f"stage, precision and offload are in {one_line(node, 40)}: give the JSON file as a PATH too")
-    return ""
+    where = one_line(node, 40) if node is not None else "a file that the command line names"
+    use.notes.append(f"stage, precision and offload are in {where}: give the JSON file as a PATH too")
+    return ", stage=..."

@@ -34,27 +34,26 @@ CHECKPOINTS = Engine(
              note="a wrapped model takes whole tensors, on every rank, or slices that it gave out"),
         Rule("state_dict.set_state_dict state_dict.set_optimizer_state_dict",
              "fsdp.load_checkpoint(root, {model}, {optimizers=optimizer})", parameters="model optimizers"),
-        Rule("state_dict.StateDictOptions", verdict=DROP, note="fsdp.full_state_dict has rank0_only and dtype; "
-             "fsdp.load_checkpoint has strict"),
+        Rule("state_dict.StateDictOptions", verdict=DROP,
+             note="fsdp.full_state_dict has rank0_only and dtype; fsdp.load_checkpoint has strict"),
         Rule("FileSystemWriter FileSystemReader filesystem.FileSystemWriter filesystem.FileSystemReader StorageWriter "
              "StorageReader DefaultSavePlanner DefaultLoadPlanner SavePlanner LoadPlanner "
-             "_fsspec_filesystem.FsspecWriter _fsspec_filesystem.FsspecReader staging.DefaultStager",
-             verdict=DROP, note="root is a folder, or a URL of an fsspec file system"),
-        Rule("stateful.Stateful", verdict=DROP, note="fsdp.save_checkpoint takes model and optimizer, and extra= "
-                                                     "anything else "
-             "that is JSON or tensors"),
-        Rule("HuggingFaceStorageWriter", "fsdp.export_safetensors(root, out_dir)", note="of a saved step, in one "
-            "process"),
+             "_fsspec_filesystem.FsspecWriter _fsspec_filesystem.FsspecReader staging.DefaultStager", verdict=DROP,
+             note="root is a folder, or a URL of an fsspec file system"),
+        Rule("stateful.Stateful", verdict=DROP,
+             note="fsdp.save_checkpoint takes model and optimizer, and extra= anything else that is JSON or tensors"),
+        Rule("HuggingFaceStorageWriter", "fsdp.export_safetensors(root, out_dir)",
+             note="of a saved step, in one process"),
         Rule("HuggingFaceStorageReader QuantizedHuggingFaceStorageReader", "fsdp.load_safetensors(model, folder)"),
-        Rule("format_utils.dcp_to_torch_save", verdict=KEEP, note="for checkpoints of the old run: then "
-             "model.load_state_dict of the file; a new one: fsdp.export_safetensors(root, out_dir)"),
+        Rule("format_utils.dcp_to_torch_save", verdict=KEEP,
+             note="for checkpoints of the old run: then model.load_state_dict of the file; a new one: "
+                  "fsdp.export_safetensors(root, out_dir)"),
         Rule("format_utils.torch_save_to_dcp format_utils.DynamicMetaLoadPlanner "
-             "format_utils.BroadcastingTorchSaveReader",
-             "model.load_state_dict(torch.load(path))", note="on every rank, then fsdp.save_checkpoint"),
+             "format_utils.BroadcastingTorchSaveReader", "model.load_state_dict(torch.load(path))",
+             note="on every rank, then fsdp.save_checkpoint"),
         Rule("CheckpointException api.CheckpointException", "fsdp.CheckpointError"),
         Rule("Metadata BytesStorageMetadata ChunkStorageMetadata TensorStorageMetadata LoadPlan ReadItem SavePlan "
-             "WriteItem",
-             verdict=DROP, note="`fsdplite ckpt inspect` shows what a checkpoint holds"),
+             "WriteItem", verdict=DROP, note="`fsdplite ckpt inspect` shows what a checkpoint holds"),
     ),
     is_complete=True,
 )  # fmt: skip

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from .rule import ANY, CHANGE, DROP, KEEP, NONE, Argument, Engine, Rule
 
-__all__ = ["DDP", "DDP_TOOLS", "SCALERS"]
+__all__ = ["DDP", "DDP_TOOLS", "NO_SYNC_NOTE", "SCALERS", "SHARED"]
+
+NO_SYNC_NOTE = "works the same, at every stage; it holds a whole gradient"
 
 DDP = Engine(
     "DDP",
@@ -14,7 +16,7 @@ DDP = Engine(
             "DistributedDataParallel",
             "fsdp.fsdp_wrap({module}{options}, stage=0)",
             parameters="module device_ids output_device dim broadcast_buffers init_sync process_group bucket_cap_mb "
-            "find_unused_parameters check_reduction gradient_as_bucket_view static_graph",
+                       "find_unused_parameters check_reduction gradient_as_bucket_view static_graph",
             arguments={
                 "process_group": Argument(to="mesh"),
                 "device_mesh": Argument(to="mesh"),
@@ -32,8 +34,7 @@ DDP = Engine(
                 "delay_all_reduce_named_params": Argument(none="nothing is reduced by name"),
             },
             note="stages 1 to 3 with a policy save memory: fsdp.fsdp_wrap(model, fsdp.by_class(Block)); the module "
-                 "stays "
-            "the one it was, without .module",
+                 "stays the one it was, without .module",
             reference="fsdp.FSDPUnit",
             makes="DDP model",
         ),
@@ -45,10 +46,11 @@ DDP = Engine(
             reference="fsdp.FSDPUnit",
             makes="DDP model",
         ),
-        Rule("no_sync", verdict=KEEP, note="works the same, at every stage; it holds a whole gradient", of=ANY),
+        Rule("no_sync", verdict=KEEP, note=NO_SYNC_NOTE, of="DDP model"),
         Rule("module", "{self}", DROP, "the wrapped model is the model itself", of="DDP model", is_attribute=True),
-        Rule("join", verdict=NONE, note="ranks run the same number of steps: give a rank without data a dummy batch, "
-             "its loss times zero", of="DDP model"),
+        Rule("join", verdict=NONE,
+             note="ranks run the same number of steps: give a rank without data a dummy batch, its loss times zero",
+             of="DDP model"),
         Rule(
             "register_comm_hook",
             "{options}",
@@ -75,8 +77,8 @@ DDP = Engine(
             parameters="parameters max_norm norm_type",
             arguments={"norm_type": Argument(to="norm_type")},
         ),
-        Rule("utils.stateless.functional_call", verdict=NONE, note="a wrapped model keeps its own weights, and "
-                                                                   "refuses it"),
+        Rule("utils.stateless.functional_call", verdict=NONE,
+             note="a wrapped model keeps its own weights, and refuses it"),
     ),
 )  # fmt: skip
 
@@ -109,8 +111,7 @@ DDP_TOOLS = Engine(
         Rule("allreduce_hook", verdict=DROP, note="this is what is done"),
         Rule(
             "powerSGD_hook batched_powerSGD_hook PowerSGDState post_localSGD_hook PostLocalSGDState "
-            "PostLocalSGDOptimizer "
-            "quantization_pertensor_hook quantization_perchannel_hook PeriodicModelAverager",
+            "PostLocalSGDOptimizer quantization_pertensor_hook quantization_perchannel_hook PeriodicModelAverager",
             verdict=NONE,
             note="gradients are reduced exactly, in every synchronised backward",
         ),
@@ -130,8 +131,8 @@ DDP_TOOLS = Engine(
         ),
         Rule("consolidate_state_dict", verdict=DROP, note="fsdp.save_checkpoint writes each rank's part",
              of="ZeRO optimizer"),
-        Rule("jit.script jit.trace", verdict=NONE, note="TorchScript modules are refused: block.compile() compiles a "
-                                                        "block"),
+        Rule("jit.script jit.trace", verdict=NONE,
+             note="TorchScript modules are refused: block.compile() compiles a block"),
         Rule("func.functional_call", verdict=NONE, note="a wrapped model keeps its own weights, and refuses it"),
         Rule(
             "autocast amp.autocast cuda.amp.autocast amp.autocast_mode.autocast",
@@ -170,3 +171,5 @@ SCALERS = Engine(
         )
     ),
 )
+
+SHARED = Engine("DDP or FSDP1", ("torch.nn",), (Rule("no_sync", verdict=KEEP, note=NO_SYNC_NOTE, of=ANY),))

@@ -16,16 +16,16 @@ DEEPSPEED = Engine(
     (
         Rule(
             "initialize",
-            "fsdp.fsdp_wrap({model}, policy{config!settings=@config_params})",
+            "fsdp.fsdp_wrap({model}, policy{config!settings})",
             parameters="args model optimizer model_parameters training_data lr_scheduler distributed_port mpu "
-            "dist_init_required collate_fn config",
+                       "dist_init_required collate_fn config",
             arguments={
                 "training_data": Argument(note="make the DataLoader yourself, with a DistributedSampler"),
                 "lr_scheduler": Argument(note="step the scheduler yourself, after optimizer.step()"),
                 "mpu": Argument(none="there is no model parallelism"),
             },
             note="returns the model only: the optimizer is a plain one of torch.optim, or "
-            "fsdp.offloaded(torch.optim.AdamW, model, lr=...), made after it",
+                 "fsdp.offloaded(torch.optim.AdamW, model, lr=...), made after it",
             makes=_KIND,
         ),
         Rule("init_distributed comm.init_distributed", "device = fsdp.init_distributed()"),
@@ -34,24 +34,24 @@ DEEPSPEED = Engine(
         # ------------------------------------------------------------------------------------------- the engine
         Rule("backward", "{loss}.backward()", of=_KIND, parameters="loss",
              note="with gradient accumulation divide the loss yourself: the engine did"),
-        Rule("step", "optimizer.step()", of=_KIND, note="then optimizer.zero_grad(); clipping is "
-             "model.clip_grad_norm_(max_norm) before it, and the scheduler steps after it"),
+        Rule("step", "optimizer.step()", of=_KIND,
+             note="then optimizer.zero_grad(); clipping is model.clip_grad_norm_(max_norm) before it, and the "
+                  "scheduler steps after it"),
         Rule("zero_grad", "optimizer.zero_grad()", of=_KIND),
         Rule("module", "{self}", DROP, "the wrapped model is the model itself", of=_KIND, is_attribute=True),
         Rule("save_checkpoint", "fsdp.save_checkpoint({save_dir}, {self}, optimizer, step=step{options})", of=_KIND,
              parameters="save_dir tag client_state save_latest", arguments={"client_state": Argument(to="extra")},
              note="the latest step is found by itself"),
         Rule("load_checkpoint", "report = fsdp.load_checkpoint({load_dir}, {self}, optimizer)", of=_KIND,
-             parameters="load_dir tag", note="report.extra is what client_state was; an old checkpoint has to be "
-                                             "converted "
-             "first (zero_to_fp32)"),
+             parameters="load_dir tag",
+             note="report.extra is what client_state was; an old checkpoint has to be converted first (zero_to_fp32)"),
         Rule("save_16bit_model save_fp16_model", "state = fsdp.full_state_dict({self}, dtype=torch.bfloat16)", of=_KIND,
              note="on every rank; rank 0 saves it. Or fsdp.export_safetensors of a saved step"),
         Rule("gradient_accumulation_steps is_gradient_accumulation_boundary set_gradient_accumulation_boundary",
              verdict=DROP, note=_ACCUMULATE, of=_KIND),
         Rule("no_sync", verdict=KEEP, note="works at every stage", of=_KIND),
-        Rule("get_global_grad_norm", "norm = {self}.clip_grad_norm_(max_norm)", of=_KIND, note="clipping returns the "
-            "norm"),
+        Rule("get_global_grad_norm", "norm = {self}.clip_grad_norm_(max_norm)", of=_KIND,
+             note="clipping returns the norm"),
         Rule("device", "device", of=_KIND, is_attribute=True, note="what fsdp.init_distributed() returned"),
         Rule("local_rank global_rank world_size", verdict=DROP, of=_KIND, is_attribute=True,
              note="torch.distributed.get_rank() and get_world_size()"),
@@ -59,9 +59,9 @@ DEEPSPEED = Engine(
         Rule("deepspeed_io", verdict=DROP, note="make the DataLoader yourself, with a DistributedSampler", of=_KIND),
         Rule("train_batch eval_batch", verdict=NONE, note="there is no pipeline parallelism", of=_KIND),
         # ---------------------------------------------------------------------------------------- parameters
-        Rule("zero.Init", 'torch.device("meta")', note="a context, around the construction; fsdp.fsdp_wrap then makes "
-                                                       "units real "
-             "one at a time, by reset_parameters, or weights are loaded afterwards"),
+        Rule("zero.Init", 'torch.device("meta")',
+             note="a context, around the construction; fsdp.fsdp_wrap then makes units real one at a time, by "
+                  "reset_parameters, or weights are loaded afterwards"),
         Rule(
             "zero.GatheredParameters",
             "fsdp.full_params(module{options})",
@@ -77,8 +77,8 @@ DEEPSPEED = Engine(
         Rule("utils.set_z3_leaf_modules utils.z3_leaf_module.set_z3_leaf_modules",
              "fsdp.by_class({leaf_module_classes!*=Block})", parameters="model leaf_module_classes",
              note="in the policy: a module of these classes is a unit, and nothing inside it is"),
-        Rule("utils.safe_get_full_fp32_param utils.safe_set_full_fp32_param", "fsdp.full_params(module, "
-            "writeback=True)",
+        Rule("utils.safe_get_full_fp32_param utils.safe_set_full_fp32_param",
+             "fsdp.full_params(module, writeback=True)",
              note="a context: inside it the module's parameters are the whole fp32 masters"),
         Rule("utils.safe_get_full_grad", "fsdp.full_grad(model, name)", note="every rank calls it"),
         Rule("utils.safe_get_local_fp32_param", "parameter.detach()", note="a parameter is this rank's slice"),
@@ -86,8 +86,8 @@ DEEPSPEED = Engine(
         Rule("utils.safe_get_local_optimizer_state utils.safe_set_local_optimizer_state",
              "optimizer.state[parameter][key]", note="it is this rank's slice"),
         Rule("utils.safe_get_full_optimizer_state utils.safe_set_full_optimizer_state utils.safe_set_full_grad",
-             verdict=NONE, note="optimizer state and gradients are written as slices; whole state is read from a "
-                                "checkpoint"),
+             verdict=NONE,
+             note="optimizer state and gradients are written as slices; whole state is read from a checkpoint"),
         Rule("utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint "
              "utils.zero_to_fp32.load_state_dict_from_zero_checkpoint "
              "utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict", verdict=KEEP, note=_OLD),
@@ -98,11 +98,11 @@ DEEPSPEED = Engine(
              parameters="model_params lr",
              arguments={name: Argument(to=name) for name in ("lr", "betas", "eps", "weight_decay")},
              note="fused=True is torch's fastest; state in host memory: offload=fsdp.Offload(optimizer=\"cpu\") and "
-             "fsdp.offloaded(torch.optim.AdamW, model)", reference="torch.optim.AdamW"),
+                  "fsdp.offloaded(torch.optim.AdamW, model)", reference="torch.optim.AdamW"),
         Rule("ops.lamb.FusedLamb", verdict=NONE, note="it reads whole tensors: use an element-wise optimizer"),
         Rule("checkpointing.checkpoint checkpointing.configure "
-             "runtime.activation_checkpointing.checkpointing.checkpoint",
-             "recompute=fsdp.by_class(Block)", note="an option of fsdp_wrap; torch.utils.checkpoint works too"),
+             "runtime.activation_checkpointing.checkpointing.checkpoint", "recompute=fsdp.by_class(Block)",
+             note="an option of fsdp_wrap; torch.utils.checkpoint works too"),
         Rule("get_accelerator accelerator.get_accelerator", verdict=DROP, note="torch.cuda has what it gives"),
         Rule("runtime.lr_schedules.WarmupLR runtime.lr_schedules.WarmupDecayLR runtime.lr_schedules.WarmupCosineLR",
              verdict=DROP, note="any of torch.optim.lr_scheduler works"),

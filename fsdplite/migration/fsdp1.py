@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .rule import ANY, CHANGE, DROP, KEEP, NONE, Argument, Engine, Rule
+from .ddp import NO_SYNC_NOTE
+from .rule import ANY, DROP, KEEP, NONE, Argument, Engine, Rule
 
 __all__ = ["CHECKPOINT_WRAPPER", "FSDP1", "REDUCE_NOTE", "STRATEGIES"]
 
@@ -11,8 +12,8 @@ _REST_NOTE = "or stage=3, reshard_after_forward=False, where parameters rest sha
 _HYBRID_NOTE = "replicas is the number of machines, shards that of the GPUs of each"
 REDUCE_NOTE = "without a reduce_dtype gradients are reduced in fp32, not in param_dtype as there"
 _STATE_NOTE = (
-    "state_dict() always gives this rank's slices: whole tensors come from fsdp.full_state_dict(model), "
-    "and fsdp.save_checkpoint(root, model, optimizer, step=step) writes slices"
+    "state_dict() always gives this rank's slices: whole tensors come from fsdp.full_state_dict(model), and "
+    "fsdp.save_checkpoint(root, model, optimizer, step=step) writes slices; load_state_dict takes whole tensors"
 )
 _OPTIMIZER_NOTE = "the optimizer's state is saved and loaded with the model, at any number of ranks"
 
@@ -37,7 +38,7 @@ FSDP1 = Engine(
             "FullyShardedDataParallel",
             "fsdp.fsdp_wrap({module}{options})",
             parameters="module process_group sharding_strategy cpu_offload auto_wrap_policy backward_prefetch "
-            "mixed_precision ignored_modules param_init_fn device_id sync_module_states",
+                       "mixed_precision ignored_modules param_init_fn device_id sync_module_states",
             arguments={
                 "auto_wrap_policy": Argument(to="1"),
                 "sharding_strategy": _STRATEGY,
@@ -57,7 +58,7 @@ FSDP1 = Engine(
                 "param_init_fn": Argument(note="meta-device modules are filled by their reset_parameters, unit by "
                                                "unit"),
                 "device_id": Argument(note="move the model first, or build it on the meta device: "
-                                      "model.to(fsdp.init_distributed())"),
+                                           "model.to(fsdp.init_distributed())"),
                 "use_orig_params": Argument(note="nothing to do: parameters are always the ones you made",
                                             harmless=("None",)),
                 "forward_prefetch": Argument(note="nothing to do: prefetch= is for forward and backward"),
@@ -70,9 +71,8 @@ FSDP1 = Engine(
             Rule(f"ShardingStrategy.{name}", text.replace("; ", ", "), note=_STRATEGY.notes.get(name, ""))
             for name, text in STRATEGIES.items()
         ),
-        Rule("ShardingStrategy", note="FULL_SHARD is stage=3, SHARD_GRAD_OP stage=2, NO_SHARD stage=0, HYBRID_SHARD a "
-                                      "2-D "
-             "mesh="),
+        Rule("ShardingStrategy",
+             note="FULL_SHARD is stage=3, SHARD_GRAD_OP stage=2, NO_SHARD stage=0, HYBRID_SHARD a 2-D mesh="),
         Rule(
             "MixedPrecision",
             "fsdp.Precision({options})",
@@ -82,8 +82,7 @@ FSDP1 = Engine(
                 "reduce_dtype": Argument(to="reduce_dtype", absent_note=REDUCE_NOTE),
                 "buffer_dtype": Argument(to="buffer_dtype"),
                 "cast_forward_inputs": Argument(to="cast_forward_inputs", absent_note="inputs of all units are cast, "
-                    "not only "
-                                                "the root's; cast_forward_inputs=False casts none"),
+                    "not only the root's; cast_forward_inputs=False casts none"),
                 "_module_classes_to_ignore": Argument(to="keep"),
                 "keep_low_precision_grads": Argument(none="gradients have the dtype of the fp32 masters"),
                 "cast_root_forward_inputs": Argument(note="cast_forward_inputs, True by default, is for all units",
@@ -163,9 +162,9 @@ FSDP1 = Engine(
              "FullyShardedDataParallel.sharded_optim_state_dict",
              "fsdp.save_checkpoint(root, {model}, {optim=optimizer}, step=step)", parameters="model optim",
              note=_OPTIMIZER_NOTE),
-        Rule("FullyShardedDataParallel.optim_state_dict_to_load", "fsdp.load_checkpoint(root, {model}, "
-                                                                  "{optim=optimizer})",
-             parameters="model optim optim_state_dict", note=_OPTIMIZER_NOTE),
+        Rule("FullyShardedDataParallel.optim_state_dict_to_load",
+             "fsdp.load_checkpoint(root, {model}, {optim=optimizer})", parameters="model optim optim_state_dict",
+             note=_OPTIMIZER_NOTE),
         Rule("FullyShardedDataParallel.shard_full_optim_state_dict "
              "FullyShardedDataParallel.scatter_full_optim_state_dict "
              "FullyShardedDataParallel.flatten_sharded_optim_state_dict",
@@ -181,7 +180,7 @@ FSDP1 = Engine(
                 "writeback": Argument(values={"True": "writeback=True", "False": ""}, otherwise="writeback=...",
                                       absent="writeback=True"),
                 "rank0_only": Argument(note="parameters are whole on every rank; rank 0 alone in host memory is "
-                                       "fsdp.full_state_dict(model)"),
+                                            "fsdp.full_state_dict(model)"),
                 "offload_to_cpu": Argument(note="whole values in host memory are fsdp.full_state_dict(model)"),
                 "with_grads": Argument(note="gradients: fsdp.full_grad(model, name)"),
                 "recurse": Argument(note="True is the only way; give it the one module that is meant",
@@ -193,7 +192,9 @@ FSDP1 = Engine(
              note="writeback is False unless asked for"),
         Rule("FullyShardedDataParallel.clip_grad_norm_", "{module}.clip_grad_norm_({max_norm})", KEEP,
              parameters="module max_norm norm_type"),
-        Rule("clip_grad_norm_", verdict=KEEP, note="works the same, and returns the global norm", of=ANY),
+        Rule("clip_grad_norm_", verdict=KEEP, note="works the same, and returns the global norm",
+             of=f"FSDP1 model|{ANY}"),
+        Rule("no_sync", verdict=KEEP, note=NO_SYNC_NOTE, of="FSDP1 model"),
         Rule("FullyShardedDataParallel.fsdp_modules", "[m for m in {module}.modules() if isinstance(m, fsdp.FSDPUnit)]",
              parameters="module root_only"),
         Rule("module", "{self}", DROP, "the wrapped model is the model itself", of="FSDP1 model", is_attribute=True),
@@ -216,7 +217,7 @@ CHECKPOINT_WRAPPER = Engine(
         Rule("CheckpointWrapper", "recompute=fsdp.by_class(Block)", note=_RECOMPUTE_NOTE),
         Rule("CheckpointImpl CheckpointImpl.NO_REENTRANT CheckpointImpl.REENTRANT", verdict=DROP,
              note="recomputation is always the one without reentrant autograd"),
-        Rule("offload_wrapper OffloadWrapper", verdict=NONE, note="activations are recomputed (recompute=), not "
-                                                                  "offloaded"),
+        Rule("offload_wrapper OffloadWrapper", verdict=NONE,
+             note="activations are recomputed (recompute=), not offloaded"),
     ),
 )  # fmt: skip

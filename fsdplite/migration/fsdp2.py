@@ -63,7 +63,9 @@ FSDP2 = Engine(
         Rule("DataParallelMeshDims", verdict=DROP, note="mesh= is the 1-D or 2-D mesh of data parallelism"),
         Rule("replicate", "fsdp.fsdp_wrap({module}{options}, stage=0)", parameters="module",
              arguments={"device_mesh": Argument(to="mesh"), "process_group": Argument(to="mesh")}, makes="FSDP2 model"),
-        Rule("set_requires_gradient_sync", verdict=KEEP, note="works the same, at every stage", of=ANY),
+        Rule("set_requires_gradient_sync", verdict=KEEP, note="works the same, at every stage", of=ANY,
+             parameters="requires_gradient_sync",
+             arguments={"recurse": Argument(none="it is for the unit and all units inside it", harmless=("True",))}),
         Rule("set_gradient_divide_factor", verdict=KEEP, note="works the same; None is the mean over ranks", of=ANY),
         Rule("set_reduce_scatter_divide_factor", "{self}.set_gradient_divide_factor({factor})", parameters="factor",
              of=ANY),
@@ -73,7 +75,7 @@ FSDP2 = Engine(
              note="stages 0 to 2 keep the parameters from one step to the next"),
         Rule("unshard reshard", verdict=DROP, of=ANY,
              note="units are gathered and freed by themselves, prefetch= ahead; to look at weights: with "
-             "fsdp.full_params(module):"),
+                  "fsdp.full_params(module):"),
         _PREFETCH,
         Rule(_TUNING, verdict=DROP, note="nothing to set: it changes traffic or memory, and no result", of=ANY),
         Rule("set_all_reduce_hook set_custom_all_gather set_custom_reduce_scatter", verdict=NONE,
@@ -89,15 +91,14 @@ DTENSOR = Engine(
     (
         Rule("full_tensor", "fsdp.full_params(module)", of=ANY,
              note="a context: inside it parameters are whole; a whole model in host memory: "
-                  "fsdp.full_state_dict(model); a "
-             "gradient: fsdp.full_grad(model, name)"),
-        Rule("to_local", "{self}.detach()", of=ANY, note="a parameter is this rank's slice already; p.full_shape is "
-                                                         "the "
-             "whole's"),
+                  "fsdp.full_state_dict(model); a gradient: fsdp.full_grad(model, name); the norm that clipping "
+                  "returns is plain"),
+        Rule("to_local", "{self}.detach()", of=ANY,
+             note="a parameter is this rank's slice already; p.full_shape is the whole's"),
         Rule("DTensor", "torch.nn.Parameter", note="parameters stay the ones you made, each holding this rank's slice"),
-        Rule("distribute_tensor", "model.load_state_dict(full_state)", note="a wrapped model takes whole tensors, on "
-            "every "
-             "rank; fsdp.load_safetensors(model, folder) reads only what a rank needs"),
+        Rule("distribute_tensor", "model.load_state_dict(full_state)",
+             note="a wrapped model takes whole tensors, on every rank; fsdp.load_safetensors(model, folder) reads only "
+                  "what a rank needs"),
         Rule("Shard Replicate Partial Placement", verdict=DROP, note="a unit is sharded as one flat vector"),
         Rule("init_device_mesh DeviceMesh", verdict=KEEP, note="mesh= takes it"),
         Rule("redistribute", verdict=NONE, note=_PARALLEL, of=ANY),

@@ -20,8 +20,8 @@ _MODEL_ARGUMENTS = {
     "tp_dim": Argument(none="there is no tensor parallelism"),
     "expt_device_mesh": Argument(none="there is no expert parallelism"),
     "hybrid_fsdp_group": Argument(note="leave it out: a 2-D mesh says all"),
-    "init_model_with_meta_device": Argument(note="nothing to do: a model built on the meta device is made real unit "
-                                                 "by unit"),
+    "init_model_with_meta_device": Argument(note="nothing to do: a model built on the meta device is made real unit by "
+                                                 "unit"),
     "grad_reduce_in_fp32": Argument(note="nothing to do: it is so", harmless=("None", "False")),
     "preserve_fp32_weights": Argument(none="masters are fp32 whenever a low precision is computed in",
                                       harmless=("None", "True")),
@@ -63,15 +63,14 @@ MEGATRON_FSDP = Engine(
             },
             note="computes in the dtype that param_dtype= names: torch.bfloat16, where the model was bf16",
         ),
-        Rule("DistributedDataParallelConfig "
-             "distributed_data_parallel_config.DistributedDataParallelConfig", verdict=DROP,
-             note="options are arguments of fsdp_wrap"),
+        Rule("DistributedDataParallelConfig distributed_data_parallel_config.DistributedDataParallelConfig",
+             verdict=DROP, note="options are arguments of fsdp_wrap"),
         Rule("FSDPDistributedIndex", verdict=DROP, note="mesh= is the 1-D or 2-D mesh of data parallelism"),
         Rule("DistributedDataParallel", "fsdp.fsdp_wrap({module}, stage=0)", parameters="config ddp_config module",
              reference="fsdp.FSDPUnit", makes="Megatron-FSDP model"),
         Rule("finalize_model_grads", verdict=DROP, note="gradients are reduced in backward"),
-        Rule("module", "{self}", DROP, "the wrapped model is the model itself", of="Megatron-FSDP "
-            "model", is_attribute=True),
+        Rule("module", "{self}", DROP, "the wrapped model is the model itself", of="Megatron-FSDP model",
+             is_attribute=True),
         Rule("set_model_auto_sync sync", "model.no_sync()", of="Megatron-FSDP model",
              note="a context, around all microbatches but the last"),
         Rule("finish_grad_sync install_optimized_model_weights start_grad_sync", verdict=DROP, of="Megatron-FSDP model",

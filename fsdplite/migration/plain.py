@@ -22,8 +22,8 @@ _WRITES_NOTE = (
     "arithmetic; whole values go in with fsdp.full_params(module, writeback=True)"
 )
 _SAVED_NOTE = (
-    "call it on every rank and save what it returns on rank 0 (it is empty elsewhere), "
-    "or save without gathering: fsdp.save_checkpoint(root, model, step=step)"
+    "call it on every rank and save what it returns on rank 0 (it is empty elsewhere), or save without gathering: "
+    "fsdp.save_checkpoint(root, model, step=step)"
 )
 _OPTIMIZER_NOTE = (
     "it reads whole tensors, and is refused at its first step: use an element-wise one, such as torch.optim.AdamW"
