@@ -355,6 +355,10 @@ def test_plain_torch_that_means_something_else() -> None:
     torch.autograd.grad(loss, model.parameters())
     torch.autograd.grad(loss, x)
     torch.jit.script(model)
+
+    @torch.jit.script
+    def gelu(x):
+        return x
     """
     assert found(source) == [
         (13, "none", ""),

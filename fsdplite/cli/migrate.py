@@ -8,11 +8,13 @@ import shutil
 import sys
 import textwrap
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..migration.report import Report, examine
-from ..migration.rule import VERDICTS, Finding
 from .ckpt_output import escaped, json_text
+
+if TYPE_CHECKING:
+    from ..migration.report import Report
+    from ..migration.rule import Finding
 
 __all__ = ["add_parser"]
 
@@ -44,6 +46,8 @@ def _run(args: argparse.Namespace) -> int:
         if not os.path.exists(path):
             print(f"fsdplite migrate: there is no file or folder '{escaped(path)}'", file=sys.stderr)
             return 2
+    from ..migration.report import examine  # the tables: other commands start without them
+
     report = examine(args.paths)
     text = json_text(_document(report)) if args.json else _text(report)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
@@ -67,6 +71,8 @@ def _document(report: Report) -> dict[str, Any]:
 
 
 def _text(report: Report) -> str:
+    from ..migration.rule import VERDICTS
+
     width = max(40, min(shutil.get_terminal_size((80, 24)).columns, 120))
     lines: list[str] = []
     for file in report.files:

@@ -188,7 +188,7 @@ def _options(arguments: Mapping[str, Argument], use: Use) -> str:
             fragments += [argument.values[key]] if argument.values[key] else []
         elif argument.values and not argument.to:
             use.finish(node)
-            known = ", ".join(f"{value} is {text or 'the default'}" for value, text in argument.values.items())
+            known = ", ".join(f"{value} is {_in_short(text)}" for value, text in argument.values.items())
             use.notes.append(f"{name}={one_line(node, 40)} is chosen when it runs: {known}")
             fragments += [argument.otherwise] if argument.otherwise else []
         elif argument.to.isdigit():
@@ -207,6 +207,10 @@ def _options(arguments: Mapping[str, Argument], use: Use) -> str:
     parts = [placed[place] for place in sorted(placed)]
     parts += [f"{name}={named[name]}" for name in sorted(named, key=lambda name: order.get(name, len(order)))]
     return "".join(", " + part for part in parts)
+
+
+def _in_short(text: str) -> str:
+    return ", ".join(part.partition("(")[0] for part in text.split("; ")) if text else "the default"
 
 
 def _elements(use: Use, node: ast.expr) -> list[str]:

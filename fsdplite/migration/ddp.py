@@ -131,7 +131,7 @@ DDP_TOOLS = Engine(
         ),
         Rule("consolidate_state_dict", verdict=DROP, note="fsdp.save_checkpoint writes each rank's part",
              of="ZeRO optimizer"),
-        Rule("jit.script jit.trace", verdict=NONE,
+        Rule("jit.script jit.trace", verdict=NONE, reference="",
              note="TorchScript modules are refused: block.compile() compiles a block"),
         Rule("func.functional_call", verdict=NONE, note="a wrapped model keeps its own weights, and refuses it"),
         Rule(

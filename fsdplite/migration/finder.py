@@ -221,6 +221,8 @@ class _Finder:
             known = self._rule(chain)
         if known is not None:
             engine, rule = known
+            if rule.reference == "":
+                return
             text = rule.write if rule.reference is None else rule.reference
             notes = (rule.note,) if rule.note else ()
             self._finish(node)

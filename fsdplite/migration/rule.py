@@ -66,7 +66,7 @@ class Rule:
         note: What to know about it.
         parameters: Names of the parameters that may be given by position, separated by spaces.
         arguments: The others that matter.
-        reference: What to write where the name is not called. None: as ``write``.
+        reference: What to write where the name is not called. None: as ``write``; empty: that is no use.
         of: Kind of the object that has this method or attribute; ``ANY`` for names that only this engine has.
         is_attribute: It is no method.
         makes: Kind of what a call returns, and of its first argument if that is changed in place.
