@@ -16,7 +16,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Worlds of one and two ranks are for a plain `pytest`; three and four are part of the whole suite (`scripts/test`)."""
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        if params.get("world_size", 1) > 2:
+        limit = item.get_closest_marker("slow_from")
+        if params.get("world_size", 1) >= (3 if limit is None else limit.args[0]):
             item.add_marker(pytest.mark.slow)
 
 

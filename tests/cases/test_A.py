@@ -67,6 +67,7 @@ def accumulated_by_flag(setup: Setup) -> None:
     assert_rested(model)
 
 
+@pytest.mark.slow
 def test_A1_accumulating_without_and_with_no_sync() -> None:
     run(2, for_each, matrix(2), accumulated)
     run(2, for_each, layouts(2), accumulated_by_flag)
@@ -95,6 +96,7 @@ def accumulated_stack(synced: tuple[bool, ...], setup: Setup) -> None:
         assert_rested(model)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_A1_accumulation_over_several_units(world_size: int) -> None:
     for synced in ((True, True, True), (False, False, True), (False, True, True)):
@@ -183,6 +185,7 @@ def zero_grad_drops_pending_parts(setup: Setup) -> None:
         assert_rested(model)
 
 
+@pytest.mark.slow
 def test_A2_any_order_of_synchronised_and_unsynchronised_passes() -> None:
     run(2, for_each, matrix(2), sequences)
     run(2, for_each, matrix(2), pending_part)

@@ -87,6 +87,7 @@ def trains_what_is_free(setup: Setup, build: Any, fan_in: int, fan_out: int) -> 
     assert_rested(model)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_F1_frozen_and_trainable_parameters_in_one_unit(world_size: int) -> None:
     one_unit = partial(trains_what_is_free, build=Adapter, fan_in=4, fan_out=4)
@@ -256,6 +257,7 @@ def freeze_and_unfreeze(setup: Setup) -> None:
             assert steps == expected_steps
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_F5_freezing_and_unfreezing_after_wrapping(world_size: int) -> None:
     run(world_size, for_each, matrix(world_size), freeze_and_unfreeze)
@@ -280,6 +282,7 @@ def thaw_layer_by_layer(setup: Setup) -> None:
         assert_rested(model)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_F5_unfreezing_layer_by_layer(world_size: int) -> None:
     run(world_size, for_each, matrix(world_size), thaw_layer_by_layer)

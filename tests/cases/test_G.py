@@ -76,6 +76,7 @@ def norm_is_global(setup: Setup) -> None:
     assert_rested(model)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_G1_the_norm_is_global(world_size: int) -> None:
     run(world_size, for_each, matrix(world_size, every_stage=True), norm_is_global)
@@ -106,6 +107,7 @@ def norm_over_units(setup: Setup) -> None:
             assert_rested(model)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_G1_the_norm_covers_all_units(world_size: int) -> None:
     run(world_size, for_each, matrix(world_size), norm_over_units)
@@ -246,6 +248,7 @@ def infinity_norm(setup: Setup) -> None:
     assert_rested(model)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_G5_the_infinity_norm_as_a_number_and_as_a_word(world_size: int) -> None:
     run(world_size, for_each, matrix(world_size), infinity_norm)

@@ -65,6 +65,7 @@ def meshes_of_size_one(shapes: list[tuple[int, ...]]) -> None:
         for_each([(mesh, n, stage) for n in (1, 3) for stage in (3, 0, 1, 2)], one_step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shapes",
     [[(1, 1), (1,)], [(2, 1), (1, 2), (2,)], [(3, 1), (1, 3)], [(2, 2), (4, 1), (1, 4)]],

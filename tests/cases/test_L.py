@@ -248,6 +248,7 @@ def error_then_clean_step(where: str, n: int, block: int, reshard: bool | None, 
     assert_rested(model)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_L7_an_error_in_the_middle_of_a_step(world_size: int) -> None:
     places = ("forward", "backward", "between")

@@ -86,6 +86,7 @@ def compiled(how: str, when: str, backend_name: str, reshard: bool | None) -> No
     torch._dynamo.reset()
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_L11_compiled_blocks(world_size: int, backend: str) -> None:

@@ -145,6 +145,7 @@ def two_forwards(order: str, reshard: bool | None, policy: object, build: Build,
     assert_parity(model, reference)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_M2_two_forwards_then_the_backwards(world_size: int) -> None:
     leaves = fsdp.by_class(nn.Linear)

@@ -81,6 +81,7 @@ def built_before_wrapping(setup: Setup) -> None:
         assert_rested(mlp)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_O1_an_optimizer_built_before_wrapping_trains_the_model(world_size: int) -> None:
     run(world_size, for_each, matrix(world_size, every_stage=True), built_before_wrapping)
@@ -241,6 +242,7 @@ def mixed_updates(setup: Setup, by_parameter: bool, spread: float) -> None:
         assert_all(found, plain_w.item(), tolerance=1e-7)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_O7_multi_tensor_and_fused_updates_over_mixed_kinds(world_size: int) -> None:
     setups = [*layouts(world_size), Setup(policy="root")]
@@ -330,6 +332,7 @@ def copy_in_the_middle(setup: Setup) -> None:
     assert_rested(model, other)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_O9_deep_copies_and_averages_of_weights(world_size: int) -> None:
     for body in (ema_by_hand, averaged_model, copy_in_the_middle):

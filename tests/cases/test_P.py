@@ -131,6 +131,7 @@ def undeclared(stage: int) -> None:
     assert_rested(model, nested)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_P1_other_entry_points_behave_as_forward_does(world_size: int) -> None:
     run(world_size, for_each, matrix(world_size), other_entry_point)
@@ -200,6 +201,7 @@ def loss_uses_a_bf16_weight(setup: Setup) -> None:
         assert_parity(model, masters, bitwise=here.world_size <= 2)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_P2_the_loss_uses_a_childs_weight(world_size: int) -> None:
     run(world_size, for_each, matrix(world_size), loss_uses_a_weight)
@@ -290,6 +292,7 @@ def side_door(setup: Setup) -> None:
                 assert_rested(model)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_P7_a_tensor_leaves_the_forward_by_a_side_door(world_size: int) -> None:
     run(world_size, for_each, matrix(world_size), side_door)

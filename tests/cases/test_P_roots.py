@@ -99,6 +99,7 @@ def root_inside_a_root(setup: Setup) -> None:
     assert_rested(model)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_P11_child_before_root_and_several_roots(world_size: int) -> None:
     for body in (child_before_root, two_roots, root_inside_a_root):

@@ -169,6 +169,7 @@ def initialised_inside(setup: Setup) -> None:
     assert_rested(model)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_P5_edits_inside_full_params(world_size: int) -> None:
     for body in (zeroed_everywhere, rank0_decides, nothing_leaks, initialised_inside):
@@ -218,6 +219,7 @@ def test_P5_contexts_nest(world_size: int) -> None:
     run(world_size, for_each, matrix(world_size), contexts_nest)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_P2_steps_inside_full_params_and_penalties_on_all_weights(world_size: int) -> None:
     run(world_size, for_each, matrix(world_size), steps_inside_and_around)

@@ -94,6 +94,7 @@ def unused_has_no_gradient(setup: Setup) -> None:
         assert_rested(model)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_U1_a_parameter_or_unit_that_nobody_used(world_size: int) -> None:
     run(world_size, for_each, matrix(world_size), unused_has_no_gradient)
@@ -126,6 +127,7 @@ def changing_use(setup: Setup) -> None:
         assert_rested(model)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_U1_what_is_used_changes_between_steps(world_size: int) -> None:
     run(world_size, for_each, matrix(world_size), changing_use)
@@ -206,6 +208,7 @@ def order_changes(orders: tuple[tuple[int, ...], ...], setup: Setup) -> None:
         assert_parity(model, reference)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_U3_the_order_of_units_changes_between_steps(world_size: int) -> None:
     alternating = ((0, 1), (1, 0), (0, 1), (1, 0))
