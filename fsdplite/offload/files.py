@@ -28,6 +28,7 @@ from ..user_warning import warn_user
 __all__ = ["BLOCK_BYTES", "Leftover", "StateFile", "aligned_bytes", "leftovers", "padded", "warn_of_leftovers"]
 
 BLOCK_BYTES = 4096  # alignment of memory, offsets and lengths that O_DIRECT asks for
+_HUGE_BYTES = 2**21
 _PREFIX, _SUFFIX = "fsdplite-state-", ".bin"
 _MAGIC = "fsdplite optimizer state"
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -39,9 +40,21 @@ def padded(count: int) -> int:
 
 
 def aligned_bytes(count: int) -> torch.Tensor:
-    """Host memory whose address is a multiple of a block: pages of its own."""
-    pages = mmap.mmap(-1, max(padded(count), BLOCK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=torch.uint8)
+    """Host memory whose address is a multiple of a block: pages of its own.
+
+    Huge pages where there are any: a direct read or write names every page of its memory to the disk, and with pages of
+    4 KiB that took a third of its time.
+    """
+    size = max(padded(count), BLOCK_BYTES)
+    spare = _HUGE_BYTES if size >= _HUGE_BYTES else 0  # never touched, so it takes no memory
+    pages = mmap.mmap(-1, size + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if not spare:
+        return torch.frombuffer(pages, dtype=torch.uint8)
+    start = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % _HUGE_BYTES
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE, start, size // _HUGE_BYTES * _HUGE_BYTES)
+    return torch.frombuffer(pages, dtype=torch.uint8, count=size, offset=start)
 
 
 def view_of(tensor: torch.Tensor) -> memoryview:
