@@ -109,8 +109,11 @@ class Workers:
 
     def submit(self, call: Callable[[], None]) -> Job:
         job = Job(call)
-        self._jobs.put(job)
+        self.put(job)
         return job
+
+    def put(self, job: Job) -> None:
+        self._jobs.put(job)
 
     def stop(self) -> None:
         for _ in self._threads:
@@ -122,7 +125,8 @@ class Workers:
 @dataclass
 class _Slot:
     memory: list[torch.Tensor]
-    jobs: list[Job] = field(default_factory=list)
+    reads: list[Job] = field(default_factory=list)
+    writes: list[Job] = field(default_factory=list)
 
     def regions(self, part: Part) -> dict[str, torch.Tensor]:
         """The buffer as whole blocks of bytes, one tensor per region."""
@@ -130,6 +134,35 @@ class _Slot:
             key: memory[: part.store.span(key, part.start, part.stop)[1]]
             for key, memory in zip(part.keys, self.memory)
         }
+
+
+class _Pass:
+    """Parts on their way through the buffers. A buffer takes the next part at once when its last one is stored, on the
+    thread that stored it: nothing waits for an update to end."""
+
+    def __init__(self, parts: Sequence[Part], start_reading: Callable[[Part, _Slot], list[Job]]) -> None:
+        self._waiting = deque(parts)
+        self._start_reading = start_reading
+        self._lock = threading.Lock()
+        self._coming: queue.SimpleQueue[tuple[Part, _Slot] | None] = queue.SimpleQueue()
+
+    def refill(self, slot: _Slot) -> None:
+        """A buffer is free."""
+        with self._lock:
+            if self._waiting:
+                part = self._waiting.popleft()
+                slot.reads = self._start_reading(part, slot)
+                self._coming.put((part, slot))
+
+    def next(self) -> tuple[Part, _Slot] | None:
+        """The next part in order, once its read has been asked for; None if the pass was stopped."""
+        return self._coming.get()
+
+    def stop(self) -> None:
+        """No further part is read."""
+        with self._lock:
+            self._waiting.clear()
+        self._coming.put(None)
 
 
 class Stream:
@@ -161,18 +194,16 @@ class Stream:
 
         Returns when everything is stored. If anything fails, waits for what is under way and raises it.
         """
-        waiting = deque(parts)
-        reading: deque[tuple[Part, _Slot]] = deque()
-        writing: deque[_Slot] = deque()
-        free = list(self._slots)
+        passing = _Pass(parts, lambda part, slot: self._start_reading(part, slot, report))
         try:
-            while waiting or reading:
-                while waiting and (slot := self._free(free, writing, must=not reading)) is not None:
-                    part = waiting.popleft()
-                    slot.jobs = self._start_reading(part, slot, report)
-                    reading.append((part, slot))
-                part, slot = reading.popleft()
-                for job in slot.jobs:
+            for slot in self._slots:
+                passing.refill(slot)
+            for _ in parts:
+                coming = passing.next()
+                if coming is None:
+                    break  # a write has failed, which is raised below
+                part, slot = coming
+                for job in slot.reads:
                     job.wait()
                 before = time.perf_counter()
                 typed = {
@@ -181,29 +212,19 @@ class Stream:
                 }
                 update(part, typed)
                 report.update_s += time.perf_counter() - before
-                slot.jobs = self._start_writing(part, slot, report)
-                writing.append(slot)
-            for slot in writing:
-                for job in slot.jobs:
+                self._start_writing(part, slot, report, passing)
+            for slot in self._slots:
+                for job in slot.writes:
                     job.wait()
         except BaseException:
+            passing.stop()
             for slot in self._slots:  # nothing may be read or written behind the caller's back
-                for job in slot.jobs:
+                for job in [*slot.reads, *slot.writes]:
                     job.settle()
             raise
         finally:
             for slot in self._slots:
-                slot.jobs = []
-
-    def _free(self, free: list[_Slot], writing: deque[_Slot], must: bool) -> _Slot | None:
-        if free:
-            return free.pop()
-        if writing and (must or all(job.is_done for job in writing[0].jobs)):
-            slot = writing.popleft()
-            for job in slot.jobs:
-                job.wait()
-            return slot
-        return None
+                slot.reads, slot.writes = [], []
 
     def _start_reading(self, part: Part, slot: _Slot, report: StepReport) -> list[Job]:
         jobs = []
@@ -215,13 +236,32 @@ class Stream:
             jobs.append(self._readers.submit(self._timed(part.store.file.read, offset, memory, report, "read")))
         return jobs
 
-    def _start_writing(self, part: Part, slot: _Slot, report: StepReport) -> list[Job]:
-        return [
-            self._writers.submit(
-                self._timed(part.store.file.write, part.store.span(key, part.start, part.stop)[0], memory, report, "write")
-            )
-            for key, memory in slot.regions(part).items()
+    def _start_writing(self, part: Part, slot: _Slot, report: StepReport, passing: _Pass) -> None:
+        regions = slot.regions(part)
+        left = [len(regions)]
+
+        def write(call: Callable[[], None]) -> Callable[[], None]:
+            def run() -> None:
+                try:
+                    call()
+                except BaseException:
+                    passing.stop()
+                    raise
+                with self._lock:
+                    left[0] -= 1
+                    is_last = left[0] == 0
+                if is_last:
+                    passing.refill(slot)
+
+            return run
+
+        calls = [
+            self._timed(part.store.file.write, part.store.span(key, part.start, part.stop)[0], memory, report, "write")
+            for key, memory in regions.items()
         ]
+        slot.writes = [Job(write(call)) for call in calls]
+        for job in slot.writes:
+            self._writers.put(job)
 
     def _timed(self, call: Any, offset: int, memory: torch.Tensor, report: StepReport, kind: str) -> Callable[[], None]:
         def run() -> None:
