@@ -166,6 +166,7 @@ def test_fsdp2() -> None:
     from torch.distributed.tensor.parallel import parallelize_module
 
     options = dict(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), mesh=mesh["dp"])
+    options["shard_placement_fn"] = None
     for i, block in enumerate(model.blocks):
         fully_shard(block, **options, reshard_after_forward=i < 3)
     fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
@@ -182,21 +183,22 @@ def test_fsdp2() -> None:
     """
     assert found(source) == [
         (8, "change", "fsdp.Precision(param_dtype=torch.bfloat16)"),
-        (10, "change", "fsdp.fsdp_wrap(block, mesh=mesh['dp'], precision=fsdp.Precision(param_dtype=torch.bfloat16), "
+        (11, "change", "fsdp.fsdp_wrap(block, mesh=mesh['dp'], precision=fsdp.Precision(param_dtype=torch.bfloat16), "
                        "reshard_after_forward=i < 3)"),
-        (11, "change", 'fsdp.fsdp_wrap(model, offload=fsdp.Offload(params="cpu", pin=False))'),
-        (12, "none", "fsdp.fsdp_wrap(head)"),
-        (13, "change", "fsdp.fsdp_wrap(model.norm, mesh=mesh); fsdp.fsdp_wrap(model.output, mesh=mesh)"),
-        (14, "change", "forward_methods=('generate',)"),
-        (15, "keep", ""),
-        (16, "none", ""),
-        (17, "drop", ""),
-        (18, "change", "prefetch=2"),
-        (19, "change", "torch.nn.Parameter"),
-        (20, "change", "fsdp.full_params(module)"),
-        (21, "none", ""),
+        (12, "change", 'fsdp.fsdp_wrap(model, offload=fsdp.Offload(params="cpu", pin=False))'),
+        (13, "none", "fsdp.fsdp_wrap(head)"),
+        (14, "change", "fsdp.fsdp_wrap(model.norm, mesh=mesh); fsdp.fsdp_wrap(model.output, mesh=mesh)"),
+        (15, "change", "forward_methods=('generate',)"),
+        (16, "keep", ""),
+        (17, "none", ""),
+        (18, "drop", ""),
+        (19, "change", "prefetch=2"),
+        (20, "change", "torch.nn.Parameter"),
+        (21, "change", "fsdp.full_params(module)"),
+        (22, "none", ""),
     ]  # fmt: skip
     assert "reduced in fp32, not in param_dtype" in notes(source)
+    assert "**options is made, or added to, when it runs" in notes(source)
 
 
 def test_distributed_checkpoints() -> None:

@@ -88,6 +88,8 @@ def bind_arguments(
             given[keyword.arg] = keyword.value
             continue
         options = names.value(keyword.value)
+        if isinstance(keyword.value, ast.Name) and keyword.value.id in names.changed:
+            unread.append("**" + keyword.value.id)
         if isinstance(options, ast.Dict) and all(isinstance(key, ast.Constant) for key in options.keys):
             given |= {str(key.value): value for key, value in zip(options.keys, options.values)}
         elif isinstance(options, ast.Call) and isinstance(options.func, ast.Name) and options.func.id == "dict":
@@ -157,7 +159,8 @@ def _write(rule: Rule, use: Use) -> Written:
 
     text = _PLACE.sub(place, template).replace("(, ", "(").removeprefix(", ")
     if use.unread:
-        use.notes.append(f"{', '.join(use.unread)} is made when it runs: translate what it holds by hand")
+        unread = ", ".join(dict.fromkeys(use.unread))
+        use.notes.append(f"{unread} is made, or added to, when it runs: translate what is not seen here by hand")
     notes = ([rule.note] if rule.note else []) + use.notes
     return Written(text, tuple(dict.fromkeys(notes)), tuple(dict.fromkeys(use.missing)))
 

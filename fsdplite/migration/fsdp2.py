@@ -66,6 +66,9 @@ FSDP2 = Engine(
         Rule("set_requires_gradient_sync", verdict=KEEP, note="works the same, at every stage", of=ANY,
              parameters="requires_gradient_sync",
              arguments={"recurse": Argument(none="it is for the unit and all units inside it", harmless=("True",))}),
+        Rule("to_empty", verdict=DROP, of=ANY,
+             note="a wrapped model is not emptied: units built on the meta device are made real one at a time, by "
+                  "reset_parameters or by what is loaded into them"),
         Rule("set_gradient_divide_factor", verdict=KEEP, note="works the same; None is the mean over ranks", of=ANY),
         Rule("set_reduce_scatter_divide_factor", "{self}.set_gradient_divide_factor({factor})", parameters="factor",
              of=ANY),

@@ -13,10 +13,12 @@ class Names:
 
     Attributes:
         stars: Modules of which everything was imported.
+        changed: Variables in which something is put after they were made (``options["mesh"] = mesh``).
     """
 
     def __init__(self, tree: ast.AST) -> None:
         self.stars: list[str] = []
+        self.changed: set[str] = set()
         self._imported: dict[str, list[str]] = defaultdict(list)
         self._values: dict[str, list[ast.expr | None]] = defaultdict(list)
         for node in ast.walk(tree):
@@ -44,6 +46,10 @@ class Names:
             self._values[node.arg].append(None)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             self._values[node.name].append(None)
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
+            self.changed.add(node.value.id)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "update":
+            self.changed |= {name.id for name in [node.func.value] if isinstance(name, ast.Name)}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, (ast.Store, ast.Del)):
             self._values[node.id].append(None)  # a plain assignment counts twice: see `value`
 
