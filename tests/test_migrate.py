@@ -241,6 +241,7 @@ def test_deepspeed() -> None:
         model_engine.step()
         deepspeed.something_new()
     other, *_ = deepspeed.initialize(args=args, model=Net(), model_parameters=params)
+    y.backward(gradient)
     """
     written = 'fsdp.fsdp_wrap(model, policy, stage=3, precision="bf16", offload=fsdp.Offload(params="cpu"))'
     assert [entry for entry in found(source) if entry[0] != 3] == [

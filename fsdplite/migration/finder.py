@@ -102,9 +102,9 @@ class _Finder:
             and call.func.attr == "backward"
             and self.names.imports_from("deepspeed")
             and len(call.args) == 1
-            and isinstance(call.args[0], (ast.Name, ast.Attribute, ast.BinOp))
+            and "loss" in one_line(call.args[0]).lower()  # a tensor's backward is given a gradient
         ):
-            self.kinds.setdefault(one_line(call.func.value), "DeepSpeed engine")  # a loss is not given to a tensor
+            self.kinds.setdefault(one_line(call.func.value), "DeepSpeed engine")
 
     def _bind(self, call: ast.Call, kind: str) -> None:
         """What a call returns is assigned: alone, first of several, or by its index 0."""
