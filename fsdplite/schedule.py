@@ -24,7 +24,7 @@ from .local_slice import engine_access
 from .recompute import passes
 from .saved_weights import guard_saved_weights, stop_guarding
 from .unfilled import Unfilled
-from .unit import Call, UnitState
+from .unit import Call, UnitState, current_task
 
 __all__ = ["Schedule"]
 
@@ -197,6 +197,10 @@ class Schedule:
         """The first event of a backward: ask autograd for a call at its end."""
         self.in_backward = True
         self.backward_id += 1
+        with engine_access():
+            for unit in self.units:
+                for flat in unit.flats:
+                    flat.sync_requires_grad()  # what was frozen since the forward gets no gradient
         self._backward = self.order.start(self._backward_key())
         torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(self))
 
@@ -230,7 +234,10 @@ class Schedule:
     def complete(self, unit: UnitState) -> None:
         """All gradients of a unit have arrived: none of its open calls needs the weights any more."""
         if unit.open_calls:
-            for call in [c for c in self.open_calls if c.unit is unit]:
+            calls = [c for c in self.open_calls if c.unit is unit]
+            if all(call.task != current_task() for call in calls):
+                return  # from reentrant checkpoints inside the unit, and others may bring gradients again
+            for call in calls:
                 self.open_calls.remove(call)
                 unit.finish_call(call)
             unit.open_calls = 0

@@ -110,8 +110,18 @@ class Matryoshka(nn.Module):
         return self.head(checkpoint(self.inner, x.requires_grad_(), use_reentrant=True))
 
 
-def nested_checkpoints(policy: Any, reshard: bool | None) -> None:
-    model, reference = seeded(Matryoshka), seeded(Matryoshka)
+class Repeated(Matryoshka):
+    """One block checkpointed twice: its second backward comes when all weights of the unit around have gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.blocks[0], self.blocks[1]
+        x = checkpoint(first, x.requires_grad_(), use_reentrant=True)
+        x = checkpoint(first, x, use_reentrant=True) + checkpoint(second, x, use_reentrant=True)
+        return self.head(self.blocks[2](self.blocks[3](x)))
+
+
+def nested_checkpoints(build: Any, policy: Any, reshard: bool | None) -> None:
+    model, reference = seeded(build), seeded(build)
     fsdp.fsdp_wrap(model, policy, reshard_after_forward=reshard)
     train_rank(model, sgd(model), range(2), stack_batch, here.rank)
     train_ref(reference, sgd(reference), range(2), stack_batch, here.world_size)
@@ -122,7 +132,8 @@ def nested_checkpoints(policy: Any, reshard: bool | None) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_reentrant_checkpoints_inside_each_other(world_size: int) -> None:
     blocks = fsdp.by_class("Block")
-    run(world_size, for_each, [(blocks, None), (blocks, False), (None, None)], nested_checkpoints)
+    combinations = [(b, *p) for b in (Matryoshka, Repeated) for p in ((blocks, None), (blocks, False), (None, None))]
+    run(world_size, for_each, combinations, nested_checkpoints)
 
 
 def hooks_of_all_modules(policy: Any) -> None:
@@ -150,3 +161,31 @@ def hooks_of_all_modules(policy: Any) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_hooks_of_all_modules_see_full_weights(world_size: int) -> None:
     run(world_size, for_each, [(fsdp.by_class("Block"),), (fsdp.by_class("Linear"),), (None,)], hooks_of_all_modules)
+
+
+def frozen_before_backward(stage: int, reshard: bool | None) -> None:
+    """What is frozen between a forward and its backward gets no gradient, as in the plain model."""
+    model, reference = seeded(Stack, 2), seeded(Stack, 2)
+    fsdp.fsdp_wrap(model, fsdp.by_class("Block"), stage=stage, reshard_after_forward=reshard)
+    optimizer, reference_optimizer = sgd(model), sgd(reference)
+    for step in range(3):
+        optimizer.zero_grad(), reference_optimizer.zero_grad()
+        loss = mse(model, stack_batch(step, here.rank))
+        losses = [mse(reference, stack_batch(step, rank)) for rank in range(here.world_size)]
+        for m in (model, reference):
+            (m.blocks[0] if step % 2 else m.head).requires_grad_(False)
+        loss.backward()
+        (sum(losses) / here.world_size).backward()
+        assert_parity(model, reference)
+        for m in (model, reference):
+            m.requires_grad_(True)
+        optimizer.step(), reference_optimizer.step()
+        assert_parity(model, reference, grads=False)
+    model.zero_grad()
+    if stage == 3:
+        assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_frozen_between_forward_and_backward(world_size: int) -> None:
+    run(world_size, for_each, [(3, None), (3, False), (1, None)], frozen_before_backward)
