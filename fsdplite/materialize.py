@@ -162,6 +162,8 @@ class Materializer:
         watched = {**{key: stand_ins[key] for key in meta}, **made_buffers}
         versions = {key: tensor._version for key, tensor in watched.items()}
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if "parametrizations" in module._modules:
+            reset = None  # it would initialise the weight that is computed, not what it is computed from
         try:
             if callable(reset):
                 with torch.inference_mode(False):

@@ -18,6 +18,7 @@ from tests.harness import (
     assert_close,
     assert_parity,
     assert_rested,
+    expect_loud,
     for_each,
     gather,
     here,
@@ -358,3 +359,22 @@ def traced_by_fx() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_graph_modules(world_size: int) -> None:
     run(world_size, traced_by_fx)
+
+
+def parametrized_on_meta() -> None:
+    """No initialiser fills what a weight is computed from: an error at the first forward, and a load is the cure."""
+    with torch.device("meta"):
+        model = Parametrized("weight_norm")
+    fsdp.fsdp_wrap(model, fsdp.by_class("Block"))
+    x, _ = stack_batch(0, here.rank)
+    expect_loud(lambda: model(x), "first.parametrizations.weight.original0", "load weights")
+    reference = seeded(Parametrized, "weight_norm")
+    model.load_state_dict(reference.state_dict())
+    train_rank(model, sgd(model), range(2), stack_batch, here.rank)
+    train_ref(reference, sgd(reference), range(2), stack_batch, here.world_size)
+    assert_parity(model, reference)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parametrizations_on_meta(world_size: int) -> None:
+    run(world_size, parametrized_on_meta)
