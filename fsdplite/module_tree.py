@@ -101,7 +101,7 @@ def checked_ignored(ignored: Iterable[Any]) -> list[Any]:
     Raises:
         ConfigError: Something else.
     """
-    if isinstance(ignored, (nn.Module, torch.Tensor, str)):
+    if isinstance(ignored, (nn.Module, torch.Tensor, str)) or not isinstance(ignored, Iterable):
         raise ConfigError("ignored takes several modules or parameters", found=_label(ignored), cure="ignored=[...]")
     items = list(ignored)
     for item in items:

@@ -165,6 +165,11 @@ def flip_again() -> None:
 
 def _check_kind(optimizer: Any, parameter: torch.Tensor) -> None:
     names = {cls.__name__ for cls in type(optimizer).__mro__}
+    if "ZeroRedundancyOptimizer" in names:
+        raise ShardedAccessError(
+            "ZeroRedundancyOptimizer divides parameters among ranks, and these are divided already",
+            cure="use the optimizer that it was given; at stages 1 to 3 its state is sharded",
+        )
     refused = names & WHOLE_TENSOR_OPTIMIZERS
     if refused:
         info = info_of(parameter)

@@ -180,7 +180,7 @@ def test_ignored_holds_only_modules_and_parameters(item: Any) -> None:
     assert "ignored" in refused(Stack(1), None, ignored=[item], error=ConfigError)
 
 
-@pytest.mark.parametrize("item", [linear(), nn.Parameter(torch.ones(2)), "head"], ids=["module", "parameter", "name"])
+@pytest.mark.parametrize("item", [linear(), nn.Parameter(torch.ones(2)), "head", 3], ids=["module", "parameter", "name", "number"])
 def test_ignored_is_a_list(item: Any) -> None:
     assert "ignored=[...]" in refused(Stack(1), None, ignored=item, error=ConfigError)
 

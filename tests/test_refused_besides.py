@@ -157,10 +157,15 @@ def managed_by_others() -> None:
     fsdp.fsdp_wrap(critic)(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
     if here.world_size > 1:
         from torch.distributed.fsdp import fully_shard
+        from torch.distributed.optim import ZeroRedundancyOptimizer
 
         inside = nn.Sequential(nn.parallel.DistributedDataParallel(Block()), nn.Linear(5, 3))
         expect_loud(lambda: fsdp.fsdp_wrap(inside), "'0'", "DistributedDataParallel")
         expect_loud(lambda: fsdp.fsdp_wrap(fully_shard(Stack(2))), "DTensor", "blocks.0.linear.weight")
+        model = fsdp.fsdp_wrap(Stack(2))
+        mse(model, stack_batch(0, here.rank)).backward()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        expect_loud(optimizer.step, "ZeroRedundancyOptimizer", "stages 1 to 3")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
