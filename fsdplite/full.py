@@ -103,7 +103,7 @@ def _show(
             view = whole[slot.offset : slot.stop].view(slot.shape)
             with engine_access():
                 leaf = nn.Parameter(view, requires_grad=flat.users[index].requires_grad)
-            if flat.trainable:
+            if leaf.requires_grad and flat.trainable:  # a member of a trainable one may be frozen
                 leaf.register_post_accumulate_grad_hook(_gradient_of_shown(weakref.ref(flat), index))
                 for hook in (flat.leaves[index]._backward_hooks or {}).values():
                     leaf.register_hook(hook)

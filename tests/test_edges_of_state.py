@@ -288,3 +288,27 @@ def made_in_inference_mode(what: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_inference_mode_made_trains(world_size: int) -> None:
     run(world_size, for_each, [("built",), ("wrapped",), ("copied",)], made_in_inference_mode)
+
+
+def shown_while_frozen(stage: int) -> None:
+    """full_params of a unit of which a part was frozen after wrapping: that part is shown, and gets no gradient."""
+    model, reference = seeded(Pair).double(), seeded(Pair).double()
+    fsdp.fsdp_wrap(model, fsdp.by_class(nn.Linear), stage=stage)
+    x = torch.ones(2, 3, dtype=torch.float64)
+    for m in (model, reference):
+        m.a.bias.requires_grad_(False)
+    with fsdp.full_params(model):
+        loss = model(x).sum() + model.a.weight.square().sum() + model.a.bias.sum()
+    loss.backward()
+    (reference(x).sum() + reference.a.weight.square().sum() + reference.a.bias.sum()).backward()
+    assert_parity(model, reference)
+    with fsdp.full_params(model, writeback=True), torch.no_grad():
+        model.a.bias.fill_(2.0)
+    with torch.no_grad():
+        reference.a.bias.fill_(2.0)
+    assert_parity(model, reference)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_full_params_of_a_unit_that_is_frozen_in_part(world_size: int) -> None:
+    run(world_size, for_each, [(3,), (1,), (0,)], shown_while_frozen)
