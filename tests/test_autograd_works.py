@@ -132,6 +132,7 @@ def retained(policy: Any, reshard: bool | None, create_graph: bool, stage: int) 
     assert_rested(model)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_retain_graph_and_create_graph(world_size: int) -> None:
     blocks = fsdp.by_class("Block")

@@ -105,6 +105,7 @@ def test_json(capsys: pytest.CaptureFixture) -> None:
     assert not rows["1.weight", "gradient"]["passed"] and rows["1.weight", "gradient"]["difference"] > 0
 
 
+@pytest.mark.slow
 def test_two_ranks_agree() -> None:
     run = parity_on_ranks("parity_models.py:good", "--policy", "by_class:Block|by_name:2", "--precision", "bf16",
                           "--optimizer", "adamw", "--lr", "0.01", "--bitwise", "--json")  # fmt: skip
@@ -120,6 +121,7 @@ def test_two_ranks_differ() -> None:
     assert "DIFFERS" in run.stdout
 
 
+@pytest.mark.slow
 def test_what_another_rank_says_is_shown() -> None:
     run = parity_on_ranks("parity_models:raises_on_rank_1")
     assert run.returncode == 1

@@ -71,6 +71,7 @@ def _die() -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_ranks_are_reused_until_one_fails() -> None:
     first = run(2, _pid)
     assert run(2, _pid) == first

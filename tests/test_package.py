@@ -201,6 +201,7 @@ assert "numpy" not in sys.modules
 '''
 
 
+@pytest.mark.slow
 def test_trains_without_numpy() -> None:
     first, second = map(float, run_python(WITHOUT_NUMPY).split())
     assert second < first

@@ -130,6 +130,7 @@ def casts(stage: int) -> None:
     expect_loud(single.half, "0.weight")
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_programs_around_a_wrapped_model(world_size: int) -> None:
     for body in (functional_call, data_parallel_around, gradients_by_parameters, casts):

@@ -294,6 +294,7 @@ def whole_gradient(stage: int, policy: Any) -> None:
     assert_rested(model)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_full_state_dict_and_full_grad(world_size: int) -> None:
     policies = (None, fsdp.by_class(nn.Embedding, nn.Linear))
