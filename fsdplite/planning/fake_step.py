@@ -378,6 +378,8 @@ def _prepare(
 
 def _gradient_hook(recorder: _Recorder, unit: int, flat: int, index: int) -> Callable[[torch.Tensor], None]:
     def on_gradient(leaf: torch.Tensor) -> None:
+        if leaf.grad.is_sparse:  # as gradient_buffer does
+            leaf.grad = leaf.grad.to_dense()
         size = leaf.grad.numel() * leaf.grad.element_size()
         recorder.note(GRADIENT, unit=unit, flat=flat, index=index, bytes=size)
         leaf.grad = None

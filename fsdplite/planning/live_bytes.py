@@ -101,8 +101,10 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
+    """Those with a storage: what a sparse tensor is made of was seen when it was made."""
     if isinstance(values, Tensor):
-        yield values
+        if values.layout is torch.strided:
+            yield values
     elif isinstance(values, (tuple, list)):
         for value in values:
             yield from _tensors(value)
