@@ -8,6 +8,7 @@ is chosen.
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -25,8 +26,9 @@ from ..policy import Policy, by_class, by_name
 from ..recompute.blocks import find_blocks
 from ..recompute.budget import parse_bytes
 from ..structure import tensors_in
-from .prediction import Plan, plan
-from .question import DEFAULTS
+from .blueprint import Named
+from .prediction import Plan, answer, apart
+from .question import DEFAULTS, Question, ask
 from .timeline import Timeline, simulate
 from .topology import Link, Topology
 
@@ -152,11 +154,12 @@ class Auto(Policy):
 
     def bind(self, root: nn.Module) -> Policy:
         chosen = self.choose(root).options["policy"]
-        return _OneUnit() if chosen is None else chosen.bind(root)
+        return Named(()) if chosen is None else chosen.bind(root)
 
     def matches(self, name: str, module: nn.Module, untaken_numel: int | None = None) -> bool:
         raise PolicyError("auto() has to see the whole model first", cure="pass it to fsdp_wrap or fsdp.plan")
 
+    @apart
     def choose(self, model: Any) -> Choice:
         """Plan and simulate ways to wrap a model (a module, or what builds one), and pick one.
 
@@ -166,22 +169,8 @@ class Auto(Policy):
         options = dict(self._options)
         if "world_size" not in options and "mesh" not in options:
             options["world_size"] = _world_size()
-        base = plan(model, **options)
-        search = _Search(base, self._topology, self._budget_bytes)
+        search = _Search(ask(model, options.pop("world_size", None), options), self._topology, self._budget_bytes)
         return search.run()
-
-
-class _OneUnit(Policy):
-    """The root and nothing else."""
-
-    def check(self, named_modules: Any) -> list[str]:
-        return []
-
-    def matches(self, name: str, module: nn.Module, untaken_numel: int | None = None) -> bool:
-        return False
-
-    def describe(self) -> str:
-        return "one unit"
 
 
 def auto(
@@ -243,23 +232,25 @@ def _world_size() -> int:
 
 
 class _Search:
-    def __init__(self, base: Plan, topology: Topology, budget_bytes: int | None) -> None:
-        self.base = base
+    def __init__(self, question: Question, topology: Topology, budget_bytes: int | None) -> None:
+        self.question = question
         self.topology = topology
         self.budget_bytes = budget_bytes
         self.found: list[Candidate] = []
 
     def run(self) -> Choice:
         """Unit boundaries with every prefetch and what is kept; then recomputation of the best of them."""
-        model = self.base.question.model
+        model = self.question.model
         blocks = _blocks(model)
-        for name, policy in _policies(model, blocks):
+        policies = list(_policies(model, blocks))
+        self._watch_for(policy for _, policy in policies)
+        for name, policy in policies:
             # One unit has nothing to prefetch, and keeps itself unless told not to.
             ways = [(p, r) for p in (1, 0, 2) for r in (None, True, False)] if policy else [(1, None), (1, True)]
             for prefetch, reshard in ways:
                 self._try(name, policy, prefetch, reshard, None)
         by_block = self.found[0]
-        if blocks and self.base.has_activations and not self._fits(self._best(by_block)):
+        if blocks and self.question.batch is not None and not self._fits(self._best(by_block)):
             smallest = sorted(self.found, key=lambda c: c.peak_bytes)[:2]
             for candidate in [*smallest, by_block]:
                 for again in ("sqrt", by_class(*_classes(blocks))):
@@ -271,10 +262,18 @@ class _Search:
             budget_bytes=self.budget_bytes,
         )
 
+    def _watch_for(self, policies: Iterator[Policy | None]) -> None:
+        """One fake step for all of them: whatever any would make a unit is watched."""
+        names: dict[str, None] = {}
+        for policy in policies:
+            with contextlib.suppress(FSDPError):
+                names |= dict.fromkeys(unit.name for unit in self.question.blueprint(policy).partition.units)
+        self.question = self.question.but(watched=tuple(names))
+
     def _try(self, name: str, policy: Any, prefetch: int, reshard: bool | None, recompute: Any) -> None:
         options = {"policy": policy, "prefetch": prefetch, "reshard_after_forward": reshard, "recompute": recompute}
         try:
-            planned = self.base.but(**options)
+            planned = answer(self.question.but(**options))
         except FSDPError:
             if not self.found:
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,10 @@ from ..layout import FlatLayout
 from ..low_precision import kept_modules
 from ..modules import user_name
 from ..partition import ParamSpec, Partition, partition
+from ..policy import Policy
 from ..precision import Precision
 
-__all__ = ["Blueprint", "PlannedFlat", "PlannedUnit", "draw"]
+__all__ = ["Blueprint", "Named", "PlannedFlat", "PlannedUnit", "draw"]
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,22 @@ class Blueprint:
             size = sum(_bytes(buffer.module._buffers[buffer.key]) for buffer in unit.buffers)
             found.append(PlannedUnit(user_name(unit.name), _class_name(unit.module), flats, size))
         return found
+
+
+class Named(Policy):
+    """Exactly the modules of these names; there may be none."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+
+    def check(self, named_modules: Any) -> list[str]:
+        return []
+
+    def matches(self, name: str, module: nn.Module, untaken_numel: int | None = None) -> bool:
+        return name in self._names
+
+    def describe(self) -> str:
+        return f"exactly {', '.join(sorted(map(repr, self._names))) or 'one unit'}"
 
 
 def draw(model: nn.Module, policy: Any, precision: Precision, ignored: Any = (), methods: Any = ()) -> Blueprint:

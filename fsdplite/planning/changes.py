@@ -122,7 +122,7 @@ def candidates(question: Question) -> Iterator[Change]:
     if question.batch is not None and (size := batch_size(question.batch)) is not None and size % 2 == 0:
         yield Change(
             f"microbatches={2 * question.microbatches} of half the size",
-            lambda q: q.but(batch=_halved(q.batch), microbatches=2 * q.microbatches, steps={}),
+            lambda q: q.afresh(batch=_halved(q.batch), microbatches=2 * q.microbatches),
         )
     if question.device != "cpu" and question.offload == Offload():
         for what, moved in (

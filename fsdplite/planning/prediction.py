@@ -6,7 +6,7 @@ import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,7 +24,9 @@ from .replay import Replay
 from .report import as_dict, as_table
 from .traffic import Task, Traffic
 
-__all__ = ["Plan", "Resting", "answer", "plan"]
+__all__ = ["Plan", "Resting", "answer", "apart", "plan"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -171,13 +173,13 @@ class Plan:
         return as_table(self)
 
 
-def _apart(function: Callable[..., Plan]) -> Callable[..., Plan]:
+def apart(function: Callable[..., T]) -> Callable[..., T]:
     """Outside of any inference mode, and without a trace in random generators: the first optimizer of a process, say,
     imports the compiler, which draws numbers.
     """
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Plan:
+    def call(*args: Any, **kwargs: Any) -> T:
         state = random.getstate()
         try:
             with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
@@ -188,7 +190,7 @@ def _apart(function: Callable[..., Plan]) -> Callable[..., Plan]:
     return call
 
 
-@_apart
+@apart
 def plan(model: Any, *, world_size: int | None = None, **options: Any) -> Plan:
     """Predict memory and traffic of a sharded step. No process group, no device, nothing allocated.
 
@@ -219,7 +221,7 @@ def plan(model: Any, *, world_size: int | None = None, **options: Any) -> Plan:
     return answer(ask(model, world_size, options))
 
 
-@_apart
+@apart
 def answer(question: Question) -> Plan:
     """Replay a question's step."""
     blueprint, step = question.run()

@@ -19,13 +19,23 @@ from ..recompute.matching import recompute_matching
 from ..recompute.plan import as_segmented
 from ..stage import stage_of
 from ..structure import arguments, tensors_in
-from .blueprint import Blueprint, draw
+from .blueprint import Blueprint, Named, draw
 from .fake_copy import fake_copy
-from .fake_step import FakeStep, made_up_step, run_step
+from .fake_step import FakeStep, made_up_step
 from .optimizer_cost import resolve_optimizer
+from .recording import Recording, record_step
 from .setup import Setup
 
 __all__ = ["DEFAULTS", "Question", "ask", "ask_again"]
+
+
+@dataclass
+class Memory:
+    """Units by policy, fake steps, and the recordings that these were taken from."""
+
+    blueprints: dict[Any, Blueprint] = field(default_factory=dict)
+    recordings: dict[Any, list[Recording]] = field(default_factory=dict)
+    steps: dict[Any, tuple[Blueprint, FakeStep]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,8 @@ class Question:
     Attributes:
         model: A fake copy; the user's own is left alone.
         batch: ``(args, kwargs)`` of one microbatch on one rank, or None.
-        steps: Fake steps that were run already, by what they depend on.
+        watched: Names of modules that may become units under other policies: one fake step serves them all.
+        memory: What was found already, by what it depends on.
     """
 
     model: nn.Module
@@ -59,11 +70,16 @@ class Question:
     device: str
     transport_copies: bool
     rank: int
-    steps: dict[Any, tuple[Blueprint, FakeStep]] = field(default_factory=dict)
+    watched: tuple[str, ...] = ()
+    memory: Memory = field(default_factory=Memory, repr=False)
 
     def but(self, **changes: Any) -> Question:
         """The same question with other options (already checked)."""
         return replace(self, **changes)
+
+    def afresh(self, **changes: Any) -> Question:
+        """The same with another batch or loss, for which fake steps have to be run again."""
+        return replace(self, **changes, memory=Memory(self.memory.blueprints))
 
     @property
     def setup(self) -> Setup:
@@ -90,10 +106,25 @@ class Question:
     def run(self) -> tuple[Blueprint, FakeStep]:
         """Units, and what the plain model does in one microbatch: run on fake tensors if there is a batch."""
         policy = self._told_policy()
-        key = (policy, self.precision, self.recompute, self.ignored, self.forward_methods)
-        if key not in self.steps:
-            self.steps[key] = self._run(policy)
-        return self.steps[key]
+        key = (policy, self.recompute, *self._model_key())
+        if key not in self.memory.steps:
+            self.memory.steps[key] = self._run(self.blueprint(policy))
+        return self.memory.steps[key]
+
+    def blueprint(self, policy: Policy | None) -> Blueprint:
+        """The units that a policy makes of the model."""
+        key = (policy, *self._model_key())
+        if key not in self.memory.blueprints:
+            self.memory.blueprints[key] = self._draw(self.model, policy)
+        return self.memory.blueprints[key]
+
+    def _model_key(self) -> tuple:
+        return self.precision, self.ignored, self.forward_methods
+
+    def _draw(self, model: nn.Module, policy: Policy | None) -> Blueprint:
+        modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
+        ignored = [modules[name] if name in modules else parameters[name] for name in self.ignored]
+        return draw(model, policy, self.precision, ignored, self.forward_methods)
 
     def _told_policy(self) -> Policy | None:
         names = ("mesh", "stage", "precision", "optimizer", "offload", "microbatches", "no_sync", "device", "loss_of",
@@ -101,20 +132,29 @@ class Question:
         told = {name: getattr(self, name) for name in names}
         return None if self.policy is None else self.policy.knowing(**told, inputs=self.batch)
 
-    def _run(self, policy: Policy | None) -> tuple[Blueprint, FakeStep]:
+    def _run(self, blueprint: Blueprint) -> tuple[Blueprint, FakeStep]:
+        if self.batch is None:
+            if isinstance(self.recompute, Policy):  # an error where it matches nothing
+                recompute_matching(fake_copy(self.model, self.mode), self.recompute)
+            return blueprint, made_up_step(blueprint)
+        recordings = self.memory.recordings.setdefault((self.recompute, *self._model_key()), [])
+        recording = next((recording for recording in recordings if recording.serves(blueprint)), None)
+        if recording is None:
+            recording = self._record(blueprint)
+            recordings.append(recording)
+        return blueprint, recording.step_of(blueprint)
+
+    def _record(self, blueprint: Blueprint) -> Recording:
         twin = fake_copy(self.model, self.mode)
         segments = as_segmented(self.recompute)
         if self.recompute is not None and segments is None:
             recompute_matching(twin, self.recompute)
-        modules, parameters = dict(twin.named_modules()), dict(twin.named_parameters(remove_duplicate=False))
-        ignored = [modules[name] if name in modules else parameters[name] for name in self.ignored]
-        blueprint = draw(twin, policy, self.precision, ignored, self.forward_methods)
-        if self.batch is None:
-            return blueprint, made_up_step(blueprint)
+        same = self._draw(twin, Named(unit.name for unit in blueprint.partition.units))
         args, kwargs = self.batch
-        return blueprint, run_step(
-            twin, blueprint, self.precision, args, kwargs, self.loss_of, self.mode, segments, self.forward_methods
-        )
+        return record_step(
+            twin, same, self.precision, args, kwargs, self.loss_of, self.mode, segments, self.forward_methods,
+            self.watched,
+        )  # fmt: skip
 
 
 DEFAULTS = {
@@ -181,9 +221,7 @@ def ask_again(question: Question, changes: dict[str, Any]) -> Question:
         found["batch"] = None if changes["inputs"] is None else arguments(changes["inputs"])
     if "loss_of" in changes:
         found["loss_of"] = changes["loss_of"] or default_loss
-    if "inputs" in changes or "loss_of" in changes:
-        found["steps"] = {}
-    return question.but(**found)
+    return (question.afresh if "inputs" in changes or "loss_of" in changes else question.but)(**found)
 
 
 def _refuse_unknown(options: dict[str, Any], known: Iterable[str]) -> None:
