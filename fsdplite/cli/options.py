@@ -6,7 +6,17 @@ from typing import Any
 
 from .target import UsageError
 
-__all__ = ["parse_policy"]
+__all__ = ["add_wrap_options", "parse_policy"]
+
+
+def add_wrap_options(parser: Any) -> None:
+    """How the model would be wrapped."""
+    add = parser.add_argument
+    add("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage (default 3)")
+    add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32",
+        help="compute dtype; fp32 leaves the model's own dtypes (default fp32)")
+    add("--policy", metavar="POLICY",
+        help="units: by_class:Block,Other  by_name:blocks.*  by_size:1000  from_model, joined by | (default: one unit)")
 
 
 def parse_policy(text: str | None, option: str = "--policy") -> Any:

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from .options import parse_policy
+from .options import add_wrap_options, parse_policy
 from .ranks import RENDEZVOUS, run_on_ranks, under_torchrun
 from .target import UsageError, load_target
 
@@ -51,11 +51,7 @@ def add_parser(commands: Any) -> None:
     add("--ranks", type=_positive, metavar="N",
         help="ranks to start on this machine's CPU (default 1); under torchrun its own are used")
     add("--steps", type=_positive, default=3, metavar="N", help="optimizer steps (default 3)")
-    add("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage (default 3)")
-    add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32",
-        help="compute dtype; fp32 leaves the model's own dtypes (default fp32)")
-    add("--policy", metavar="POLICY",
-        help="units: by_class:Block,Other  by_name:blocks.*  by_size:1000  from_model, joined by | (default: one unit)")
+    add_wrap_options(parser)
     add("--optimizer", default="SGD", metavar="NAME", help="an element-wise optimizer of torch.optim (default SGD)")
     add("--lr", type=float, default=0.1, help="learning rate (default 0.1)")
     add("--seed", type=int, default=0, help="of weights and batches (default 0)")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .options import parse_policy
+from .options import add_wrap_options, parse_policy
 from .target import UsageError, load_target
 
 __all__ = ["add_parser"]
@@ -46,11 +46,7 @@ def add_parser(commands: Any) -> None:
     add("target", metavar="TARGET", help="what builds the model (see above)")
     add("--world-size", type=int, metavar="N", help="ranks; may be left out with --mesh")
     add("--mesh", metavar="RxS", help="R replicas of S shards")
-    add("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage (default 3)")
-    add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32",
-        help="compute dtype; fp32 leaves the model's own dtypes (default fp32)")
-    add("--policy", metavar="POLICY",
-        help="units: by_class:Block,Other  by_name:blocks.*  by_size:1000  from_model, joined by | (default: one unit)")
+    add_wrap_options(parser)
     add("--optimizer", default="AdamW", metavar="NAME", help="one of torch.optim, or none (default AdamW)")
     add("--recompute", metavar="WHAT", help="sqrt, a byte budget (2GiB), or a policy as for --policy")
     add("--offload", choices=("optimizer", "params", "both"), help="what rests in host memory (default: nothing)")
