@@ -45,7 +45,9 @@ def _seconds(call: Callable[[], object]) -> float:
         dist.barrier()
         started = time.perf_counter()
         call()
-        times.append(time.perf_counter() - started)
+        seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)  # of the slowest rank
+        times.append(seconds.item())
     return statistics.median(times)
 
 

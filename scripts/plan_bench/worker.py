@@ -23,10 +23,13 @@ WARM_UP = 3
 
 
 def timed(call: Callable[[], Any]) -> float:
+    """Seconds of the slowest rank: where there are more ranks than cores they differ, and a step waits for all."""
     dist.barrier()
     started = time.perf_counter()
     call()
-    return time.perf_counter() - started
+    seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.item()
 
 
 def measure(model: Model, wrappings: list[str], rounds: int) -> dict[str, list[float]]:
