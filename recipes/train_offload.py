@@ -144,10 +144,13 @@ def plot(rows: list[dict[str, Any]], key: str, path: str) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 3))
-    axes.barh([row["lever"] for row in rows], [row[key] / 2**20 for row in rows])
-    axes.set_xlabel(f"MiB ({key[:-6]} memory)")
+    bars = axes.barh([row["lever"] for row in rows], [row[key] / 2**20 for row in rows])
+    axes.bar_label(bars, fmt="%.0f", padding=3)
+    axes.invert_yaxis()  # the first at the top, as in the table
+    axes.margins(x=0.1)
+    axes.set_xlabel(f"MiB of {key[:-6]} memory")
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, dpi=150)
     print(f"wrote {path}")
 
 
