@@ -7,7 +7,7 @@
     scripts/bench.py engine --case host --rounds 100
     scripts/bench.py engine --markdown             the tables of the README
     scripts/bench.py engine --json found.json      everything that was measured, every step
-    scripts/bench.py offload --path /mnt/nvme0     on that disk; about a minute; 16 bytes of disk a parameter
+    scripts/bench.py offload --path /mnt/nvme0     on that disk; about two minutes; 32 bytes of disk a parameter
     scripts/bench.py checkpoint                    1 GB saved and loaded, about five minutes and 4 GB of files
     scripts/bench.py checkpoint --quick --path /mnt/nvme0
     scripts/bench.py plan                          simulated beside real steps, about two minutes

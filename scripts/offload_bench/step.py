@@ -1,13 +1,14 @@
 """Steps of AdamW with state in files, beside what the disk and the processor can do.
 
-The disk, the update alone and the step are measured in turns, and compared within a round: a disk that others use too
-is faster at one time than at another.
+The disk, the update alone and the step are measured in turns, the disk before and after each step, and compared within
+a round: a disk that others use too is faster at one time than at another.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import fsdplite as fsdp
 from .disk import THREADS, Disk, RawRate
 
 WIDTH = 2048
+MOMENTS = 2
 
 
 @dataclass
@@ -26,32 +28,43 @@ class Round:
     """One round. Seconds.
 
     Attributes:
-        raw: The disk's rates.
+        raw: The disk's rates, before the step.
+        raw_after: Of both directions at once, after it.
         step_s: A step with state in files.
         update_s: The update alone: a step with state in memory.
         busy_read_s, busy_write_s, busy_update_s: How long reads, writes and updates ran within the step.
+        backward_s, in_backward_s: Backward and step, one after the other, and with updates in backward.
     """
 
     raw: RawRate
+    raw_after: float
     step_s: float
     update_s: float
     moved_bytes: int
     busy_read_s: float
     busy_write_s: float
     busy_update_s: float
+    backward_s: float | None
+    in_backward_s: float | None
+
+    @property
+    def raw_both(self) -> float:
+        """Rate of the disk around the step."""
+        return (self.raw.both + self.raw_after) / 2
 
     @property
     def share_of_raw(self) -> float:
         """Of the rate at which the disk reads and writes at once."""
-        return self.moved_bytes / self.step_s / self.raw.both
+        return self.moved_bytes / self.step_s / self.raw_both
 
     @property
-    def longest_s(self) -> float:
-        return max(self.busy_read_s, self.busy_write_s, self.busy_update_s)
+    def busy(self) -> tuple[float, float, float]:
+        return self.busy_read_s, self.busy_write_s, self.busy_update_s
 
     @property
-    def sum_s(self) -> float:
-        return self.busy_read_s + self.busy_write_s + self.busy_update_s
+    def alone(self) -> tuple[float, float, float]:
+        """Reading, writing and updating, each by itself."""
+        return self.moved_bytes / 2 / self.raw.read, self.moved_bytes / 2 / self.raw.write, self.update_s
 
 
 @dataclass
@@ -60,16 +73,22 @@ class Found:
 
     numel: int
     is_direct: bool
+    rows: int
     rounds: list[Round]
 
     def median(self, of: Any) -> float:
         return statistics.median(of(r) for r in self.rounds)
 
 
-def _optimizer(offload: fsdp.Offload, numel: int, fused: bool) -> Any:
+def _model(offload: fsdp.Offload, numel: int) -> nn.Module:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(max(1, numel // WIDTH**2))))
-    fsdp.fsdp_wrap(model, fsdp.by_class(nn.Linear), offload=offload)
+    return fsdp.fsdp_wrap(model, fsdp.by_class(nn.Linear), offload=offload)
+
+
+def _stepping(offload: fsdp.Offload, numel: int, fused: bool) -> Any:
+    """An optimizer whose step is measured alone, with gradients that stay."""
+    model = _model(offload, numel)
     optimizer = fsdp.offloaded(torch.optim.AdamW, model, lr=1e-4, fused=fused)
     with torch.no_grad():
         for parameter in model.parameters():  # a disk behind which somebody compresses must find nothing to compress
@@ -79,28 +98,58 @@ def _optimizer(offload: fsdp.Offload, numel: int, fused: bool) -> Any:
     return optimizer
 
 
+def _training(offload: fsdp.Offload, numel: int, fused: bool, rows: int, in_backward: bool) -> tuple[Any, Callable]:
+    """An optimizer, and a call that takes a step and returns the seconds of its backward and update."""
+    model = _model(offload, numel)
+    optimizer = fsdp.offloaded(torch.optim.AdamW, model, lr=1e-4, fused=fused, in_backward=in_backward)
+
+    def step() -> float:
+        loss = model(torch.randn(rows, WIDTH)).square().mean()
+        before = time.perf_counter()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - before
+
+    for _ in range(2):
+        step()
+    return optimizer, step
+
+
 def _seconds(call: Any) -> float:
     before = time.perf_counter()
     call()
     return time.perf_counter() - before
 
 
-def measure(folder: str, numel: int, rounds: int, buffer_bytes: int, buffers: int, fused: bool) -> Found:
-    """One case, in this process. Takes 16 bytes of disk and 24 bytes of memory per parameter."""
-    disk = Disk(folder, 2 * 4 * WIDTH**2, max(1, numel // WIDTH**2), min(buffer_bytes, 4 * WIDTH**2))
+def measure(folder: str, numel: int, rounds: int, buffer_bytes: int, buffers: int, fused: bool, rows: int) -> Found:
+    """One case, in this process.
+
+    Args:
+        rows: Of a batch, for updates in backward; 0: those are left out.
+
+    Memory: 16 bytes of disk and 24 of memory per parameter, and as much again for updates in backward.
+    """
+    units = max(1, numel // WIDTH**2)
+    disk = Disk(folder, units, 4 * WIDTH**2, MOMENTS, buffer_bytes, buffers)
     files = fsdp.Offload(optimizer="nvme", path=folder, buffer_bytes=buffer_bytes, buffers=buffers)
-    stepping = _optimizer(files, numel, fused)
-    updating = _optimizer(fsdp.Offload(optimizer="cpu", buffer_bytes=buffer_bytes), numel, fused)
-    found = Found(numel, disk.is_direct, [])
+    stepping = _stepping(files, numel, fused)
+    updating = _stepping(fsdp.Offload(optimizer="cpu", buffer_bytes=buffer_bytes), numel, fused)
+    training = [_training(files, numel, fused, rows, early) for early in (False, True)] if rows else []
+    moved = 2 * MOMENTS * 4 * units * WIDTH**2
+    found = Found(units * WIDTH**2, disk.is_direct, rows, [])
     try:
         for _ in range(rounds):
-            raw, step_s, update_s = disk.measure(), _seconds(stepping.step), _seconds(updating.step)
+            raw, step_s = disk.measure(), _seconds(stepping.step)
             report = stepping.last_step
-            moved = report.read_bytes + report.written_bytes
+            raw_after, update_s = moved / disk.both(), _seconds(updating.step)
             busy = report.read_s / THREADS, report.write_s / THREADS, report.update_s
-            found.rounds.append(Round(raw, step_s, update_s, moved, *busy))
+            backward_s = [step() for _, step in training] or [None, None]
+            moved_bytes = report.read_bytes + report.written_bytes
+            found.rounds.append(Round(raw, raw_after, step_s, update_s, moved_bytes, *busy, *backward_s))
     finally:
-        stepping.close()
+        for optimizer in (stepping, updating, *(optimizer for optimizer, _ in training)):
+            optimizer.close()
         disk.close()
     return found
 
@@ -118,15 +167,25 @@ def as_lines(found: Found) -> list[str]:
         low, high = values[len(values) // 4], values[-1 - len(values) // 4]
         return f"{statistics.median(values):.2f} ({low:.2f}-{high:.2f})"
 
-    return [
+    def three(times: Callable[[Round], tuple[float, float, float]]) -> str:
+        read, write, update = (middle(lambda r, i=i: times(r)[i]) for i in range(3))
+        longest, total = spread(lambda r: r.step_s / max(times(r))), spread(lambda r: r.step_s / sum(times(r)))
+        return f"read {read}, write {write}, update {update} s; step over the longest {longest}, over their sum {total}"
+
+    lines = [
         f"{found.numel / 1e6:.0f}M parameters, AdamW moments in files: {moved / gb:.2f} GB moved a step"
         + ("" if found.is_direct else " (through the page cache: rates are those of memory)"),
         f"  disk alone, GB/s     read {middle(lambda r: r.raw.read / gb)}, write {middle(lambda r: r.raw.write / gb)}, "
-        f"both at once {middle(lambda r: r.raw.both / gb)}",
+        f"both at once {middle(lambda r: r.raw_both / gb)}; after over before the step: "
+        f"{spread(lambda r: r.raw_after / r.raw.both)}",
         f"  step                 {middle(lambda r: r.step_s)} s, {middle(lambda r: moved / r.step_s / gb)} GB/s; "
         f"share of the disk's rate for both at once: {spread(lambda r: r.share_of_raw)}",
-        f"  busy within a step   read {middle(lambda r: r.busy_read_s)}, write {middle(lambda r: r.busy_write_s)}, "
-        f"update {middle(lambda r: r.busy_update_s)} s; step over the longest: {spread(lambda r: r.step_s / r.longest_s)}, "
-        f"over their sum: {spread(lambda r: r.step_s / r.sum_s)}",
-        f"  update alone         {middle(lambda r: r.update_s)} s (state in memory)",
+        f"  busy within a step   {three(lambda r: r.busy)}",
+        f"  each by itself       {three(lambda r: r.alone)}",
     ]
+    if found.rows:
+        lines.append(
+            f"  backward and step    {middle(lambda r: r.backward_s)} s one after the other ({found.rows} rows), with "
+            f"in_backward {middle(lambda r: r.in_backward_s)} s: {spread(lambda r: r.in_backward_s / r.backward_s)}"
+        )
+    return lines

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.test_recipes import run_recipe
+from tests.test_recipes import REPOSITORY, run_recipe
 
 
 @pytest.mark.slow
@@ -38,18 +43,28 @@ def test_train_offload(tmp_path: Any) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def bench_offload(folder: Path, *options: str) -> list[str]:
+    script = str(REPOSITORY / "scripts" / "bench.py")
+    return [sys.executable, "-W", "ignore", script, "offload", "--path", str(folder), "--million", "8", *options]
+
+
 @pytest.mark.slow
-def test_bench_offload(tmp_path: Any) -> None:
-    import subprocess
-    import sys
-
-    from tests.test_recipes import REPOSITORY
-
-    command = [sys.executable, str(REPOSITORY / "scripts" / "bench.py"), "offload", "--path", str(tmp_path)]
-    command += ["--million", "8", "--rounds", "2", "--buffer-mib", "1", "--json", str(tmp_path / "found.json")]
+def test_bench_offload(tmp_path: Path) -> None:
+    command = bench_offload(tmp_path, "--rounds", "2", "--buffer-mib", "1", "--json", str(tmp_path / "found.json"))
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["numel"] == 8_000_000 and len(found["rounds"]) == 2
-    assert "share of the disk's rate" in done.stdout
+    assert found["numel"] == 2048**2 and len(found["rounds"]) == 2, "as many units as 8 million parameters fill"
+    assert "share of the disk's rate" in done.stdout and "with in_backward" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+
+
+@pytest.mark.slow
+def test_bench_offload_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
+    process = subprocess.Popen(bench_offload(tmp_path, "--rounds", "1000"))
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("*/*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert list(tmp_path.glob("*/*"))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM and list(tmp_path.iterdir()) == []
