@@ -88,6 +88,9 @@ class Agreement:
             self._beating = threading.Thread(target=self._beat, name="fsdplite-checkpoint-beat", daemon=True)
             self._beating.start()
         try:
+            if self._store is not None:
+                with self._reaching():
+                    self._store.set(f"who/{self.world.index}", identity())
             yield self
         except BaseException as problem:
             failure = self.fail(problem)
@@ -103,8 +106,6 @@ class Agreement:
         while not self._stop.is_set():
             ticks += 1
             try:
-                if ticks == 1:
-                    self._store.set(f"who/{self.world.index}", identity())
                 self._store.set(f"beat/{self.world.index}", f"{self._progress} {ticks} {self.call}")
             except RuntimeError:
                 return  # the store is gone; whoever waits for something will say so
@@ -194,6 +195,10 @@ class Agreement:
         for index, awaited in missing.items():
             if index == self.world.index:
                 continue
+            who = f"who/{index}"
+            if self._store.check([who]) and has_ended(self._store.get(who).decode()):
+                if not self._store.check([awaited]):
+                    self._lose(index, "is gone: its process has ended")
             key = f"beat/{index}"
             if not self._store.check([key]):
                 if now - started > patience_s:
@@ -202,8 +207,6 @@ class Agreement:
             progress, ticks, call = self._store.get(key).split(b" ", 2)
             if call.decode() != self.call:
                 self._lose(index, f"called {call.decode()} instead")
-            if has_ended(self._store.get(f"who/{index}").decode()) and not self._store.check([awaited]):
-                self._lose(index, "is gone: its process has ended")
             before = self._seen.get(index)
             if before is None:
                 self._seen[index] = (progress, now, ticks, now)

@@ -34,7 +34,7 @@ def has_ended(who: str) -> bool:
         return True
     except OSError:
         return False
-    return since != started or state in "ZX"  # the number belongs to another one by now; or nobody has asked for its end
+    return since != started or state in "ZX"  # the number belongs to another by now; or nobody has asked how it ended
 
 
 def _place() -> str:

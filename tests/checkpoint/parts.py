@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +19,18 @@ from tests.harness import gather, gather_state, here, plain
 from .reader import read
 
 GLOBAL_ROWS = 12
+
+
+@pytest.fixture
+def in_memory(tmp_path):
+    """A folder in memory, where that is a file system like any other: a sweep flushes thousands of times."""
+    if not os.path.isdir("/dev/shm"):
+        yield tmp_path
+        return
+    folder = tempfile.mkdtemp(dir="/dev/shm", prefix="fsdplite-sweep-")
+    yield Path(folder)
+    shutil.rmtree(folder)
+
 
 
 def global_batch(step: int, features: int = 7, out: int = 3) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from fsdplite.errors import FSDPError
 from tests.harness import expect_loud, gather, plain, run
 
 from .faults import Crash, Fault, FaultyFileSystem
-from .parts import same_bits, wrapped
+from .parts import in_memory, same_bits, wrapped  # noqa: F401
 from .test_names import Tied, WithTable
 from .test_reshard import OddShapes
 
@@ -292,12 +292,12 @@ def complete(folder) -> bool:
 
 @pytest.mark.parametrize("shard_bytes", [100, 10_000])
 @pytest.mark.parametrize("exists", [False, True])
-def test_sweep_of_an_export(tmp_path, shard_bytes, exists):
+def test_sweep_of_an_export(in_memory, shard_bytes, exists):
     torch.manual_seed(0)
     model = Tied()
-    fsdp.save_checkpoint(tmp_path, model, step=1)
+    fsdp.save_checkpoint(in_memory, model, step=1)
     expected = {"embed.weight": model.embed.weight, "mid.weight": model.mid.weight, "mid.bias": model.mid.bias}
-    out = tmp_path / "out"
+    out = in_memory / "out"
 
     def start():
         shutil.rmtree(out, ignore_errors=True)
@@ -307,7 +307,7 @@ def test_sweep_of_an_export(tmp_path, shard_bytes, exists):
 
     start()
     with storage.using(FaultyFileSystem()) as dry:
-        fsdp.export_safetensors(tmp_path / "step-1", out, max_shard_bytes=shard_bytes)
+        fsdp.export_safetensors(in_memory / "step-1", out, max_shard_bytes=shard_bytes)
     faults = [Fault("fail", 0, errno.ENOSPC), Fault("crash_before", mock=True), Fault("crash_after", mock=True),
               Fault("lie", 0, 0.4), Fault("short", 0, 0.4)]  # fmt: skip
     for fault in faults:
@@ -316,7 +316,7 @@ def test_sweep_of_an_export(tmp_path, shard_bytes, exists):
             failed = False
             with storage.using(FaultyFileSystem(Fault(fault.kind, n, fault.detail, fault.mock))) as fs:
                 try:
-                    fsdp.export_safetensors(tmp_path / "step-1", out, max_shard_bytes=shard_bytes)
+                    fsdp.export_safetensors(in_memory / "step-1", out, max_shard_bytes=shard_bytes)
                 except (FSDPError, Crash):
                     failed = True
             where = (fault, n, fs.log[n - 1], sorted(os.listdir(out)) if out.exists() else None)
@@ -326,6 +326,6 @@ def test_sweep_of_an_export(tmp_path, shard_bytes, exists):
             if complete(out):
                 same_bits(tensors_in(out), {name: p.detach() for name, p in expected.items()})
             else:
-                fsdp.export_safetensors(tmp_path / "step-1", out, max_shard_bytes=shard_bytes)
+                fsdp.export_safetensors(in_memory / "step-1", out, max_shard_bytes=shard_bytes)
                 same_bits(tensors_in(out), {name: p.detach() for name, p in expected.items()})
                 assert not [name for name in os.listdir(out) if name.startswith(".")], where

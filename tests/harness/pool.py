@@ -196,7 +196,12 @@ def run(
 
 
 def run_together(
-    world_size: int, fn: Callable[..., Any], calls: list[tuple[tuple, Collection[int]]], *, timeout_s: float = 60.0
+    world_size: int,
+    fn: Callable[..., Any],
+    calls: list[tuple[tuple, Collection[int]]],
+    *,
+    timeout_s: float = 60.0,
+    pg_timeout_s: float = PG_TIMEOUT_S,
 ) -> list[list[Any]]:
     """Several calls at the same time, each on fresh ranks of its own: for calls that spend their time waiting.
 
@@ -205,6 +210,7 @@ def run_together(
         fn: A module-level function.
         calls: Of each call its arguments and the ranks that are absent in it.
         timeout_s: For each call, from when the one before it has answered.
+        pg_timeout_s: Timeout of the process groups.
 
     Returns:
         For each call the results in rank order.
@@ -212,7 +218,7 @@ def run_together(
     pools: list[Pool] = []
     try:
         for _ in calls:
-            pools.append(Pool(world_size, pg_timeout_s=PG_TIMEOUT_S, group=True))
+            pools.append(Pool(world_size, pg_timeout_s=pg_timeout_s, group=True))
         for pool, (args, _) in zip(pools, calls):
             pool.send(fn, args, {})
         return [pool.collect(timeout_s, absent, fn.__qualname__) for pool, (_, absent) in zip(pools, calls)]
