@@ -27,6 +27,7 @@ import json, os, sys, torch
 import fsdplite as fsdp
 from fsdplite.checkpoint import storage
 from tests.checkpoint.faults import Fault, FaultyFileSystem
+from tests.harness import preload  # what a first step would import, once instead of in each fork
 for program in json.loads(sys.argv[1]):
     if (child := os.fork()) == 0:
         break
