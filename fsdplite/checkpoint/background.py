@@ -13,7 +13,7 @@ import torch
 from ..errors import CheckpointError
 from .agree import Agreement
 from .dtypes import ITEMSIZE
-from .tensor_bytes import torch_dtype
+from .tensor_bytes import host_empty, torch_dtype
 from .writer import Part
 
 __all__ = ["SaveHandle", "Staging", "drain", "settle", "stage", "start"]
@@ -146,7 +146,7 @@ def stage(parts: list[Part]) -> tuple[list[Part], Staging]:
     buffer: Any = _kept.pop() if _kept else None
     if buffer is None or not total <= buffer.numel() <= 2 * total:
         buffer = None  # free the old one before the new one is there
-        buffer = torch.empty(total, dtype=torch.uint8, pin_memory=any(part.data.is_cuda for part in parts))
+        buffer = host_empty(total, torch.uint8, pinned=any(part.data.is_cuda for part in parts))
     copies = []
     end = 0
     with torch.no_grad():

@@ -230,11 +230,9 @@ def _cast(view: memoryview, stored: str, wanted: str) -> Iterator[memoryview]:
     if stored == wanted:
         yield view
         return
-    import torch
+    from .tensor_bytes import bytes_of, host_empty, torch_dtype
 
-    from .tensor_bytes import bytes_of, torch_dtype
-
-    values = torch.empty(len(view) // ITEMSIZE[stored], dtype=torch_dtype(stored))
+    values = host_empty(len(view) // ITEMSIZE[stored], torch_dtype(stored))
     bytes_of(values)[:] = view
     values = values.to(torch_dtype(wanted))
     yield bytes_of(values)

@@ -21,7 +21,7 @@ from .optimizer_load import OptimizerLoad
 from .read_model import Reading, refuse_unfilled
 from .remote import file_system
 from .storage import FileSystem, read_all
-from .tensor_bytes import bytes_of, torch_dtype
+from .tensor_bytes import bytes_of, host_empty, torch_dtype
 from .values import decode_value, unpack
 from .wanted import Differences, Target
 from .world import World, alone, is_wrapped, world_of
@@ -176,7 +176,7 @@ class _Load:
         tensors = {}
         for name, record in self._manifest.tensors.items():
             if name.startswith("extra/"):
-                tensor = torch.empty(record.numel, dtype=torch_dtype(record.dtype))
+                tensor = host_empty(record.numel, torch_dtype(record.dtype))
                 targets.append(Target(name, 0, record.numel, tensor))
                 tensors[name.removeprefix("extra/")] = tensor.reshape(record.shape)
         return tensors
@@ -203,7 +203,7 @@ class _Load:
                     f"rank {index} has no per_rank values: the checkpoint was saved on {manifest.world_size} ranks"
                 )
             return None
-        data = torch.empty(record.numel, dtype=torch.uint8)
+        data = host_empty(record.numel, torch.uint8)
         targets.append(Target(f"per_rank/{index}", 0, record.numel, data))
         return data
 

@@ -17,7 +17,7 @@ from .manifest import MARKS, Range, TensorRecord, state_name
 from .model_state import ModelState, ModelTensor
 from .optimizer_state import OptimizerState
 from .placement import written_ranges
-from .tensor_bytes import bytes_of, dtype_name, flat_view
+from .tensor_bytes import bytes_of, dtype_name, flat_view, host_empty
 from .values import digest, encode_value, pack
 from .world import World
 from .writer import Part
@@ -115,7 +115,7 @@ class Snapshot:
                 if tensor.numel():
                     parts.append(Part(f"extra/{name}", dtype_name(tensor.dtype, name), flat_view(tensor)))
         if self.per_rank is not None:
-            data = torch.empty(len(self.per_rank), dtype=torch.uint8)
+            data = host_empty(len(self.per_rank), torch.uint8)
             bytes_of(data)[:] = self.per_rank
             parts.append(Part(f"per_rank/{world.index}", "U8", data))
         return parts

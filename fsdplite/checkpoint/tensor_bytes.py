@@ -10,7 +10,7 @@ import torch
 from ..errors import CheckpointError
 from ..local_slice import engine_access
 
-__all__ = ["bytes_of", "dtype_name", "flat_view", "host_blocks", "odd_kind", "torch_dtype"]
+__all__ = ["bytes_of", "dtype_name", "flat_view", "host_blocks", "host_empty", "odd_kind", "torch_dtype"]
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -58,8 +58,15 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().reshape(-1).contiguous()
 
 
+def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool = False) -> torch.Tensor:
+    """One dimension in host memory, whatever ``torch.set_default_device`` says."""
+    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pinned)
+
+
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A writable view of a contiguous host tensor's memory. The caller keeps the tensor alive."""
+    if not tensor.is_cpu:
+        raise TypeError(f"bytes of a tensor on {tensor.device}")  # reading them would end the process
     count = tensor.numel() * tensor.element_size()
     if count == 0:
         return memoryview(bytearray())
@@ -74,7 +81,7 @@ def host_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
             yield view[start : start + block_bytes]
         return
     numel = block_bytes // tensor.element_size()
-    staging = torch.empty(min(numel, tensor.numel()), dtype=tensor.dtype)
+    staging = host_empty(min(numel, tensor.numel()), tensor.dtype)
     for start in range(0, tensor.numel(), numel):
         part = tensor[start : start + numel]
         block = staging[: part.numel()]

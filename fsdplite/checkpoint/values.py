@@ -19,7 +19,7 @@ from ..errors import CheckpointError
 from ..local_slice import engine_access
 from .manifest import MARKS
 from .safetensors_file import build_header, lay_out, parse_header
-from .tensor_bytes import bytes_of, dtype_name, flat_view, odd_kind, torch_dtype
+from .tensor_bytes import bytes_of, dtype_name, flat_view, host_empty, odd_kind, torch_dtype
 
 __all__ = ["decode_value", "digest", "encode_value", "pack", "scalar_json", "scalar_tensor", "unpack"]
 
@@ -156,7 +156,7 @@ def scalar_tensor(entry: dict[str, Any], where: str) -> torch.Tensor:
     try:
         data = bytearray.fromhex(entry["bits"])
         dtype = torch_dtype(entry["dtype"])
-        flat = torch.empty(len(data) // dtype.itemsize, dtype=dtype)
+        flat = host_empty(len(data) // dtype.itemsize, dtype)
         bytes_of(flat)[:] = data
         return flat.reshape(entry["shape"])
     except (TypeError, ValueError, KeyError, RuntimeError):
@@ -192,7 +192,7 @@ def unpack(data: bytes, path: str, where: str) -> Any:
     header = parse_header(rest[:header_bytes], len(rest), path)
     tensors = {}
     for spec in header.tensors.values():
-        flat = torch.empty(spec.numel, dtype=torch_dtype(spec.dtype))
+        flat = host_empty(spec.numel, torch_dtype(spec.dtype))
         bytes_of(flat)[:] = rest[header_bytes + spec.begin : header_bytes + spec.end]
         tensors[spec.name] = flat.reshape(spec.shape)
     return decode_value(tree, tensors, where)

@@ -10,7 +10,7 @@ import torch
 from ..errors import CheckpointError
 from .dtypes import is_float, widens
 from .manifest import TensorRecord
-from .tensor_bytes import bytes_of, torch_dtype
+from .tensor_bytes import bytes_of, host_empty, torch_dtype
 
 __all__ = ["Differences", "Target", "check_dtype", "sink"]
 
@@ -125,7 +125,7 @@ def sink(target: Target, stored: str, first: int) -> Callable[[int, memoryview],
             where = begin * dtype.itemsize
             bytes_of(into)[where : where + len(view)] = view
             return
-        values = torch.empty(len(view) // dtype.itemsize, dtype=dtype)
+        values = host_empty(len(view) // dtype.itemsize, dtype)
         bytes_of(values)[:] = view
         with torch.no_grad():
             into[begin : begin + values.numel()].copy_(values)
@@ -159,7 +159,7 @@ def shares_memory_inside(tensor: torch.Tensor) -> bool:
         return False
     if tensor.numel() == 0 or extents[0][0] == 0:
         return tensor.numel() > 0
-    places = torch.zeros(1, dtype=torch.int64)  # strides that interleave, which is rare: look at every element
+    places = torch.zeros(1, dtype=torch.int64, device="cpu")  # strides that interleave, which is rare: look at every element
     for stride, size in extents:
-        places = (places[:, None] + torch.arange(size) * stride).reshape(-1)
+        places = (places[:, None] + torch.arange(size, device="cpu") * stride).reshape(-1)
     return places.unique().numel() < places.numel()

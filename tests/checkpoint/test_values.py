@@ -15,6 +15,8 @@ from torch import nn
 import fsdplite as fsdp
 from fsdplite.errors import ConfigError
 
+from .parts import filled
+
 
 class Lazy(nn.Module):
     """Buffers whose memory holds other values than they have."""
@@ -302,6 +304,28 @@ def test_optimizer_states_that_would_be_lost_are_refused_by_name(tmp_path):
     with pytest.raises(fsdp.CheckpointError, match="(?s)'quantized' of 'weight' cannot be stored.*a OfItsOwn"):
         fsdp.save_checkpoint(tmp_path, model, optimizer, step=1)
     assert fsdp.latest_step(tmp_path) is None
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_memory_of_the_host_is_not_where_new_tensors_go_by_default(tmp_path, background):
+    """torch.set_default_device and a device as a context redirect every factory: here to where there are no bytes."""
+    model, optimizer = filled(1.0, wrap=False)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    own, extra = torch.tensor([7]), torch.tensor([8])
+    with torch.device("meta"):
+        handle = fsdp.save_checkpoint(
+            tmp_path, model, optimizer, step=1, extra=extra, per_rank=own, background=background
+        )
+        handle.wait()
+    other, its = filled(2.0, dtype=torch.float64, wrap=False)
+    with torch.device("meta"):
+        report = fsdp.load_checkpoint(tmp_path, other, its)
+        fsdp.export_safetensors(tmp_path, tmp_path / "out", dtype="bf16")
+    assert set(other.w.tolist()) == {1.0} and its.param_groups[0]["lr"].item() == 0.5
+    assert {k: v.unique().tolist() for k, v in its.state[other.w].items()} == {
+        "step": [3.0], "exp_avg": [1.0], "exp_avg_sq": [1.0]
+    }  # fmt: skip
+    assert report.extra.item() == 8 and report.per_rank.item() == 7
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "half of a pair \udc80"])
