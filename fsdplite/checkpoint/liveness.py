@@ -31,10 +31,21 @@ def has_ended(who: str) -> bool:
     try:
         state, since = _state(int(pid))
     except (FileNotFoundError, ProcessLookupError):
-        return True
+        return not _exists(int(pid))
     except OSError:
         return False
     return since != started or state in "ZX"  # the number belongs to another by now; or nobody has asked how it ended
+
+
+def _exists(pid: int) -> bool:
+    """Also of a process that ``/proc`` hides, because it is another user's."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _place() -> str:

@@ -76,11 +76,14 @@ class FileSystem:
             os.close(file.descriptor)
 
     def flush_directory(self, path: str) -> None:
-        """Make the names in a directory durable."""
+        """Make the names in a directory durable, where the file system knows how to do that."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             with _named(path):
                 os.fsync(descriptor)
+        except OSError as problem:
+            if problem.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP):
+                raise  # those are what file systems say that write names through, or leave them to a server
         finally:
             os.close(descriptor)
 

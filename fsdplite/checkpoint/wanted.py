@@ -159,7 +159,8 @@ def shares_memory_inside(tensor: torch.Tensor) -> bool:
         return False
     if tensor.numel() == 0 or extents[0][0] == 0:
         return tensor.numel() > 0
-    places = torch.zeros(1, dtype=torch.int64, device="cpu")  # strides that interleave, which is rare: look at every element
+    # Strides that interleave, which is rare: look at every element.
+    places = torch.zeros(1, dtype=torch.int64, device="cpu")
     for stride, size in extents:
         places = (places[:, None] + torch.arange(size, device="cpu") * stride).reshape(-1)
     return places.unique().numel() < places.numel()

@@ -39,5 +39,6 @@ def test_who_is_alive_or_cannot_be_known():
     place, pid, started = identity().rsplit(" ", 2)
     assert not has_ended(identity())
     assert has_ended(f"{place} {pid} {int(started) + 1}"), "its number belongs to another process now"
+    assert has_ended(f"{place} {2**22 + 1} 1"), "there are no such numbers"
     for elsewhere in ("", f"elsewhere/{place} {pid} {int(started) + 1}", f"{place[:-2]}x {pid} 1"):
         assert not has_ended(elsewhere)

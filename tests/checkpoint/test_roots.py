@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import warnings
 
 import pytest
@@ -27,6 +28,23 @@ def loaded(root, **options):
     model = Vec(4, -1.0)
     report = fsdp.load_checkpoint(root, model, **options)
     return report.step, set(model.w.tolist())
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
+def test_file_systems_that_do_not_flush_directories(tmp_path, monkeypatch, code):
+    flush = os.fsync
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if code == errno.EIO:
+        expect_loud(lambda: save(tmp_path, 5), "errno 5", str(tmp_path))
+        return
+    save(tmp_path, 5)
+    assert loaded(tmp_path) == (5, {5.0})
 
 
 def test_no_root_in_a_step(tmp_path):
