@@ -70,7 +70,7 @@ class Plan:
         peaks: By phase (``"forward"``, ``"backward"``, ``"end of backward"``, ``"step"``): bytes, the unit, the parts.
         traffic: Every collective of one step, and their bytes.
         tasks: Computation and communication in program order.
-        to_device_bytes, to_host_bytes: Offloaded shards that are copied in a step, one way and the other.
+        to_device_bytes, to_host_bytes: Shards that are copied in a step because something is offloaded.
         disk_bytes: Optimizer state that a step reads and writes, together.
         full_peak_bytes: Most bytes of gathered parameters at a time.
         input_bytes: Of one microbatch.
@@ -243,7 +243,9 @@ def answer(question: Question) -> Plan:
     if question.device == "cpu":
         resting["offloaded, beside"] = rest.host
     whole = [spec.parameter for spec in blueprint.ignored]
-    work = update.traffic_bytes, update.operators
+    offload = question.offload
+    leaves = question.device != "cpu" and offload.optimizer is not None and offload.params is None
+    work = update.traffic_bytes, update.operators, update.parameter_bytes if leaves else 0
     transient = 0 if _updates_on_host(question) else update.transient_bytes
     replay = Replay(units, setup, step, resting, transient, work, whole)
     replay.run()
@@ -313,13 +315,16 @@ def _resting(
 
 @dataclass(frozen=True)
 class _Update:
-    """The optimizer on one rank: bytes kept, bytes for a moment, bytes read and written, operators, kinds of state."""
+    """The optimizer on one rank: bytes kept, bytes for a moment, bytes read and written, operators, kinds of state, and
+    bytes of what it updates.
+    """
 
     state_bytes: int
     transient_bytes: int
     traffic_bytes: int
     operators: int
     state_tensors: int
+    parameter_bytes: int
 
 
 def _update(
@@ -345,7 +350,8 @@ def _update(
         traffic += cost.traffic_per_element * numel
         operators += cost.operators_per_parameter
     kinds = max((round(costs[dtype].state_per_element / dtype.itemsize) for dtype in costs), default=0)
-    return _Update(round(state), round(transient + largest), round(traffic), round(operators), kinds)
+    size = sum(numel * dtype.itemsize for dtype, numel in parts)
+    return _Update(round(state), round(transient + largest), round(traffic), round(operators), kinds, size)
 
 
 def _bytes(tensor: Any) -> int:

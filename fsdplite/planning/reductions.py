@@ -111,7 +111,7 @@ class Reductions:
             memory.add(SHARDS, -summed)
         if setup.shards_on_host:
             memory.add(SHARDS, -summed)
-            self.program.to_host_bytes += summed
+            self.program.stash(unit.name, summed, ("stash", id(flat)))
             flat.has_result = True
         elif flat.has_result or flat.has_shard:
             memory.add(SHARDS, -summed)  # added to what is there
@@ -138,6 +138,8 @@ class Reductions:
     def bind(self, flat: ReplayedFlat) -> None:
         """The sum becomes the gradient that the optimizer sees, in the master's dtype."""
         planned = flat.planned
+        if self.setup.shards_on_host:
+            self.program.wait("", ("stash", id(flat)))
         if planned.dtype != planned.buffer_dtype and not self.setup.shards_on_host:
             self.memory.grow(SHARDS, planned.shard_bytes)
             self.memory.add(SHARDS, -planned.layout.shard_numel * planned.buffer_dtype.itemsize)

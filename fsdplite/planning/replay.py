@@ -36,7 +36,7 @@ class Replay:
         step: What the plain model does in one microbatch.
         resting: Bytes that are there all the time, by kind.
         update_bytes: What the optimizer's step needs for a moment.
-        update_work: Bytes that it reads and writes, and its operators.
+        update_work: Bytes that it reads and writes, its operators, and bytes of the shards that it updates elsewhere.
         ignored: Parameters that no unit owns.
 
     Attributes:
@@ -51,7 +51,7 @@ class Replay:
         step: FakeStep,
         resting: dict[str, int],
         update_bytes: int,
-        update_work: tuple[int, int],
+        update_work: tuple[int, int, int],
         ignored: Iterable[torch.Tensor],
     ) -> None:
         self.setup = setup
@@ -193,7 +193,7 @@ class Replay:
         self._resident[unit] = None
         self._prefetch_after(unit)
         for flat in unit.flats:
-            if flat.is_arriving and self.setup.shard_size > 1:
+            if flat.is_arriving and (self.setup.shard_size > 1 or self.setup.shards_on_host):
                 self.program.wait(unit.name, ("gather", id(flat)))
             flat.is_arriving = False
 
@@ -204,9 +204,11 @@ class Replay:
         if not flat.is_unsharded:
             self.memory.grow(FULL, planned.full_bytes)
             self.program.allocate(unit.name, planned.full_bytes)
+        slot_bytes = planned.layout.shard_numel * planned.compute_dtype.itemsize
         if self.setup.shards_on_host:
-            self.program.to_device_bytes += planned.layout.shard_numel * planned.compute_dtype.itemsize
-        self.program.copy(unit.name, planned.shard_bytes + planned.layout.shard_numel * planned.compute_dtype.itemsize)
+            self.program.fetch(unit.name, slot_bytes, ("gather", id(flat)))
+        else:
+            self.program.copy(unit.name, planned.shard_bytes + slot_bytes)
         if self.setup.shard_size > 1:
             numel, ranks = planned.layout.padded_numel, self.setup.shard_size
             self.program.send("all_gather", unit.name, numel, planned.compute_dtype, ranks, ("gather", id(flat)))

@@ -1,8 +1,8 @@
 """``fsdp.simulate``: a step in time, from a plan and a topology.
 
 The plan's program is walked in the host's order. Computation runs on one lane; collectives of the shard group queue on
-a second, those of the replicas on a third. A wait holds the computation until its collective is over: that time is
-exposed.
+a second, behind the copies of offloaded shards that they wait for, those of the replicas on a third, and gradients on
+their way to the host on a fourth. A wait holds the computation until what it waits for is over: that time is exposed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .topology import Topology
 
 __all__ = ["Span", "Timeline", "simulate"]
 
-COMPUTE, SHARD, REPLICA = "compute", "shard group", "replicas"
-_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+COMPUTE, SHARD, REPLICA, HOST = "compute", "shard group", "replicas", "to host"
+_COMMUNICATION = ("all_gather", "reduce_scatter", "all_reduce", "to_device", "to_host")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Span:
     """Something that takes time.
 
     Attributes:
-        lane: ``"compute"``, ``"shard group"`` or ``"replicas"``.
+        lane: ``"compute"``, ``"shard group"``, ``"replicas"`` or ``"to host"``.
         kind: A task's kind; ``"wait"`` on the compute lane is exposed communication.
         unit, phase: Where.
         start_s, stop_s: Seconds since the step began.
@@ -77,13 +77,13 @@ class Timeline:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds that the computation waits for collectives."""
+        """Seconds that the computation waits for collectives, and for copies of what is offloaded."""
         return sum(s.duration_s for s in self.spans if s.lane == COMPUTE and s.kind == "wait")
 
     @property
     def communication_s(self) -> float:
-        """Seconds that collectives take, hidden or not."""
-        return sum(s.duration_s for s in self.spans if s.kind in _COLLECTIVES)
+        """Seconds that these take, hidden or not."""
+        return sum(s.duration_s for s in self.spans if s.kind in _COMMUNICATION)
 
     def by_phase(self) -> dict[str, float]:
         """Seconds of the compute lane, waits included, by phase."""
@@ -152,13 +152,19 @@ class _Clock:
         self.shard_size, self.size = setup.shard_size, setup.size
         self.slowest = topology.slowest(setup.size)
         self.now = 0.0  # of the computation, which issues everything
-        self.free = {SHARD: 0.0, REPLICA: 0.0}
+        self.free = {SHARD: 0.0, REPLICA: 0.0, HOST: 0.0}
+        question = plan.question
+        offload = question.offload
+        self.updates_on_host = question.device != "cpu" and (offload.params or offload.optimizer) is not None
+        self.disk_bytes = plan.disk_bytes
         self.done: dict[Hashable, float] = {}
         self.spans: list[Span] = []
 
     def play(self, task: Any) -> None:
         topology = self.topology
-        if task.kind in ("compute", "copy", "update"):
+        if task.kind == "update":
+            self._compute(task, self._update_s(task))
+        elif task.kind in ("compute", "copy"):
             seconds = self.slowest * topology.compute_s(task.flops, task.bytes, task.operators)
             self._compute(task, seconds)
         elif task.kind == "allocate":
@@ -167,8 +173,19 @@ class _Clock:
             self._compute(task, topology.control_s)
         elif task.kind == "wait":
             self._wait(task, self.done.pop(task.key, self.now))
+        elif task.kind in ("to_device", "to_host"):
+            lane = SHARD if task.kind == "to_device" else HOST
+            self._occupy(lane, task, task.bytes / topology.host_bandwidth)
         else:
             self._start(task)
+
+    def _update_s(self, task: Any) -> float:
+        """On the host it takes that memory's rate, and copies before and after; a disk works beside it."""
+        topology = self.topology
+        seconds = self.slowest * topology.compute_s(task.flops, task.bytes, task.operators)
+        if self.updates_on_host:
+            seconds = task.bytes / topology.host_memory_bandwidth + task.across_bytes / topology.host_bandwidth
+        return max(seconds, self.disk_bytes / topology.disk_bandwidth)
 
     def _compute(self, task: Any, seconds: float) -> None:
         if seconds > 0:
@@ -185,6 +202,10 @@ class _Clock:
         lane = REPLICA if between else SHARD
         stride = self.shard_size if between else 1
         seconds = self.topology.collective_s(task.kind, task.bytes, task.ranks, stride, self.size // task.ranks)
+        self._occupy(lane, task, seconds)
+
+    def _occupy(self, lane: str, task: Any, seconds: float) -> None:
+        """What starts waits for what the lane does already."""
         start = max(self.now, self.free[lane])
         stop = start + seconds
         self.spans.append(Span(lane, task.kind, task.unit, task.phase, start, stop, task.bytes))

@@ -52,6 +52,9 @@ class Topology:
             there: on a CPU. Infinite where an allocator keeps them.
         operator_s: Least time of one operator: launching it on a GPU, calling it on a CPU.
         intra, inter: Links within a node, and of a rank to other nodes.
+        host_bandwidth: Bytes per second between a rank's device and its host, for what is offloaded.
+        host_memory_bandwidth: Bytes per second of a rank's share of the host's memory, for updates there.
+        disk_bandwidth: Bytes per second of a rank's share of a disk, for state there.
         launch_s: Host time to start a collective, which on a CPU the computation pays.
         scatter_passes: How often a reduce-scatter moves its bytes: once in a ring, twice in gloo (an all-reduce).
         control_s: Time of the small message at the end of each backward.
@@ -68,6 +71,9 @@ class Topology:
     operator_s: float = 4e-6
     intra: Link = Link(3.7e11, 3e-6)
     inter: Link = Link(5e10, 1e-5)
+    host_bandwidth: float = 2.5e10
+    host_memory_bandwidth: float = 1e11
+    disk_bandwidth: float = 5e9
     launch_s: float = 2e-5
     scatter_passes: float = 1.0
     control_s: float = 2e-4
@@ -85,7 +91,7 @@ class Topology:
                 expected, fits = "True or False", isinstance(value, bool)
             elif field.name == "ranks_per_node":
                 expected, fits = "an int > 0", type(value) is int and value > 0
-            elif field.name in ("flops", "memory_bandwidth", "first_touch"):
+            elif field.name in ("flops", "first_touch") or field.name.endswith("_bandwidth"):
                 expected, fits = "a number > 0", _is_number(value) and value > 0
             else:
                 fits = _is_number(value) and value >= 0

@@ -51,13 +51,15 @@ class Task:
     """One entry of a step's program, in the order in which the host reaches it.
 
     Attributes:
-        kind: ``"compute"``, ``"copy"`` and ``"allocate"`` (the engine's), a collective's kind (it starts), ``"wait"``
-            (for the collective with that key), or ``"update"`` (the optimizer).
+        kind: ``"compute"``, ``"copy"`` and ``"allocate"`` (the engine's), a collective's kind, ``"to_device"`` or
+            ``"to_host"`` (of offloaded shards: they start), ``"wait"`` (for the one with that key), or ``"update"`` (the
+            optimizer).
         unit, phase: Where.
         bytes: Of the collective's full side; for computation, read and written.
         flops, operators: Of a computation.
         ranks: Of the collective.
-        key: Which collective.
+        key: Which collective or copy.
+        across_bytes: Of an update, what it moves between the device and its host.
     """
 
     kind: str
@@ -68,6 +70,7 @@ class Task:
     operators: int = 0
     ranks: int = 1
     key: Any = None
+    across_bytes: int = 0
 
 
 class Traffic:
@@ -142,6 +145,19 @@ class Program:
         """The engine allocates a buffer."""
         self.tasks.append(Task("allocate", unit, self._memory.phase, bytes=count))
 
-    def update(self, moved_bytes: int, operators: int) -> None:
-        """The optimizer's step."""
-        self.tasks.append(Task("update", "", self._memory.phase, bytes=moved_bytes, operators=operators))
+    def fetch(self, unit: str, count: int, key: Any) -> None:
+        """An offloaded shard is copied to the device, ahead of its gather."""
+        self.to_device_bytes += count
+        self.tasks.append(Task("to_device", unit, self._memory.phase, bytes=count, key=key))
+
+    def stash(self, unit: str, count: int, key: Any) -> None:
+        """A gradient's shard is copied to where it rests."""
+        self.to_host_bytes += count
+        self.tasks.append(Task("to_host", unit, self._memory.phase, bytes=count, key=key))
+
+    def update(self, moved_bytes: int, operators: int, offloaded_bytes: int) -> None:
+        """The optimizer's step. On the host it is given weights and gradients of the device, and weights come back."""
+        self.to_host_bytes += 2 * offloaded_bytes
+        self.to_device_bytes += offloaded_bytes
+        work = {"bytes": moved_bytes, "operators": operators, "across_bytes": 3 * offloaded_bytes}
+        self.tasks.append(Task("update", "", self._memory.phase, **work))

@@ -25,7 +25,8 @@ def plan_of(**options: object) -> object:
 def only(**rates: object) -> fsdp.Topology:
     """Everything is free but what is given."""
     free = {"flops": 1e30, "memory_bandwidth": 1e30, "operator_s": 0.0, "intra": fsdp.Link(1e30, 0.0),
-            "inter": fsdp.Link(1e30, 0.0), "launch_s": 0.0, "control_s": 0.0}  # fmt: skip
+            "inter": fsdp.Link(1e30, 0.0), "launch_s": 0.0, "control_s": 0.0, "host_bandwidth": 1e30,
+            "host_memory_bandwidth": 1e30, "disk_bandwidth": 1e30}  # fmt: skip
     return fsdp.Topology(**free | rates)
 
 
@@ -97,6 +98,32 @@ def test_averages_over_all_ranks_are_no_exchange_of_replicas() -> None:
     timeline = fsdp.simulate(plan, only(intra=fsdp.Link(1e6, 0.0), inter=fsdp.Link(1.0, 0.0)))
     (average,) = [span for span in timeline.spans if span.kind == "all_reduce"]
     assert average.lane == "shard group" and average.duration_s == pytest.approx(2 * UNIT * 7 / 8 / 1e6)
+
+
+def test_offloaded_shards_come_and_go_over_the_host_link() -> None:
+    """A rank's eighth of every layer comes twice, and its gradient goes once; gathers cost nothing here."""
+    for ranks in (8, 1):
+        plan = plan_of(world_size=ranks, offload=fsdp.Offload(params="cpu"))
+        one_by_one = fsdp.simulate(plan, only(host_bandwidth=1e6, overlaps=False))
+        assert one_by_one.step_s == pytest.approx(LAYERS * 3 * UNIT / ranks / 1e6, rel=1e-6)
+        assert one_by_one.exposed_s == pytest.approx(one_by_one.communication_s)
+        both_ways = fsdp.simulate(plan, only(host_bandwidth=1e6)).step_s  # gradients leave beside what comes
+        assert LAYERS * 2 * UNIT / ranks / 1e6 < both_ways < one_by_one.step_s
+
+
+def test_updates_on_the_host_and_from_files() -> None:
+    """SGD reads two numbers an element and writes one; weights and gradients go there and weights come back."""
+    shard = LAYERS * UNIT // 8
+    plan = plan_of(optimizer="SGD", offload=fsdp.Offload(optimizer="cpu"))
+    assert (plan.to_host_bytes, plan.to_device_bytes) == (2 * shard, shard)
+    assert fsdp.simulate(plan, only(host_bandwidth=1e6)).step_s == pytest.approx(3 * shard / 1e6)
+    assert fsdp.simulate(plan, only(host_memory_bandwidth=1e6)).step_s == pytest.approx(3 * shard / 1e6)
+    files = fsdp.Offload(optimizer="nvme", path=".")
+    plan = plan_of(optimizer="Adam", offload=files)
+    read_and_written = 2 * (2 * shard + LAYERS * 4)  # two moments, and a step counter each
+    assert fsdp.simulate(plan, only(disk_bandwidth=1e6)).step_s == pytest.approx(read_and_written / 1e6)
+    here = plan_of(optimizer="Adam", offload=files, device="cpu")
+    assert fsdp.simulate(here, only(disk_bandwidth=1e6)).step_s == pytest.approx(read_and_written / 1e6)
 
 
 def test_hybrid_meshes_keep_gathers_inside_the_node() -> None:
