@@ -47,6 +47,9 @@ def full_params(module: nn.Module, writeback: bool = False, rank0_writes: bool =
             cure="pass writeback=True as well",
         )
     wanted = _flats_below(module)
+    for schedule in {id(flat.unit.schedule): flat.unit.schedule for flat, _ in wanted}.values():
+        schedule.follow_requires_grad()
+    wanted = _flats_below(module)  # what was unfrozen is in another one now
     if not wanted:
         if not any(owner_of(p) is not None or hasattr(p, "_fsdp_is_shown") for p in module.parameters()):
             raise FSDPError(

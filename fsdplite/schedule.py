@@ -105,7 +105,7 @@ class Schedule:
         if self.in_backward:
             self.abandon_backward()  # its end never came, and neither did its destruction
         self._rest_idle()
-        self._follow_requires_grad()
+        self.follow_requires_grad()
         if self.unfilled:
             self.unfilled.refuse(self.groups.rank)
         for lane in {id(flat.gather_lane): flat.gather_lane for u in self.units for flat in u.flats}.values():
@@ -143,7 +143,10 @@ class Schedule:
             if not resident.kept_calls:
                 resident.rest()
 
-    def _follow_requires_grad(self) -> None:
+    def follow_requires_grad(self) -> None:
+        """Regroup what was unfrozen. Collective where there is something, as ``split_frozen``."""
+        if self.depth or self.in_backward:
+            return  # too late: a unit that meets one says so
         frozen_no_more = []
         with engine_access():
             for unit in self.units:

@@ -290,17 +290,29 @@ def test_what_inference_mode_made_trains(world_size: int) -> None:
     run(world_size, for_each, [("built",), ("wrapped",), ("copied",)], made_in_inference_mode)
 
 
-def shown_while_frozen(stage: int) -> None:
-    """full_params of a unit of which a part was frozen after wrapping: that part is shown, and gets no gradient."""
+def shown_while_frozen(stage: int, frozen: bool) -> None:
+    """full_params of a unit of which a part is frozen, or free again: it is shown, and has a gradient if it is free."""
     model, reference = seeded(Pair).double(), seeded(Pair).double()
+    for m in (model, reference):
+        m.a.requires_grad_(not frozen)
     fsdp.fsdp_wrap(model, fsdp.by_class(nn.Linear), stage=stage)
     x = torch.ones(2, 3, dtype=torch.float64)
     for m in (model, reference):
+        m.a.weight.requires_grad_(True)
         m.a.bias.requires_grad_(False)
     with fsdp.full_params(model):
         loss = model(x).sum() + model.a.weight.square().sum() + model.a.bias.sum()
     loss.backward()
     (reference(x).sum() + reference.a.weight.square().sum() + reference.a.bias.sum()).backward()
+    assert_parity(model, reference)
+    for m in (model, reference):
+        m.zero_grad()
+        m.requires_grad_(False)
+        m(x)
+        m.a.weight.requires_grad_(True)
+    with fsdp.full_params(model):  # before any forward has seen that it is free
+        model.a.weight.square().sum().backward()
+    reference.a.weight.square().sum().backward()
     assert_parity(model, reference)
     with fsdp.full_params(model, writeback=True), torch.no_grad():
         model.a.bias.fill_(2.0)
@@ -311,4 +323,5 @@ def shown_while_frozen(stage: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_full_params_of_a_unit_that_is_frozen_in_part(world_size: int) -> None:
-    run(world_size, for_each, [(3,), (1,), (0,)], shown_while_frozen)
+    combinations = [(stage, frozen) for stage in (3, 1, 0) for frozen in (False, True)]
+    run(world_size, for_each, combinations, shown_while_frozen)
