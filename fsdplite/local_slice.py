@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import ShardedAccessError
+from .recompute.lost_gradients import is_running_again
 
 if TYPE_CHECKING:
     from .flat_param import FlatParameter
@@ -209,6 +210,11 @@ def refusal(parameter: torch.Tensor, call: str) -> ShardedAccessError:
         cure = (
             "its unit's forward runs, and this is the resting parameter, reached past its module (through a list, a "
             "closure, another object's attribute): read it as the attribute of the module that holds it"
+        )
+    elif is_running_again():
+        cure = (
+            "the backward of its unit was over when a reentrant checkpoint ran this segment again: call "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
         )
     elif call in _RANDOM or call in _WRITES or (call.endswith("_") and not call.endswith("__")):
         cure = (

@@ -16,6 +16,7 @@ from tests.harness import (
     assert_close,
     assert_parity,
     assert_rested,
+    expect_loud,
     for_each,
     here,
     mse,
@@ -189,3 +190,33 @@ def frozen_before_backward(stage: int, reshard: bool | None) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_frozen_between_forward_and_backward(world_size: int) -> None:
     run(world_size, for_each, [(3, None), (3, False), (1, None)], frozen_before_backward)
+
+
+class InsideAndOutside(nn.Module):
+    """One weight in a reentrant segment and after it: it has its gradient before the segment runs again."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, 5, dtype=torch.float64) / 5)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(lambda y: torch.tanh(y @ self.weight), x.requires_grad_(), use_reentrant=self.use_reentrant)
+        return x @ self.weight
+
+
+def inside_and_outside() -> None:
+    x, _ = stack_batch(0, here.rank)
+    model = fsdp.fsdp_wrap(InsideAndOutside(use_reentrant=True))
+    expect_loud(lambda: model(x.clone()).square().sum().backward(), "weight", "use_reentrant=False")
+    assert_rested(model)
+    model, reference = fsdp.fsdp_wrap(InsideAndOutside(use_reentrant=False)), InsideAndOutside(use_reentrant=False)
+    model(x.clone()).square().sum().backward()
+    mean_over_ranks(reference, lambda m, batch: m(batch[0].clone()).square().sum(), stack_batch, 0)
+    assert_parity(model, reference)
+    assert_rested(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_weight_inside_a_reentrant_segment_and_after_it(world_size: int) -> None:
+    run(world_size, inside_and_outside)

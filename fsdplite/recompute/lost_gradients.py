@@ -9,7 +9,7 @@ import torch
 
 from ..errors import GradientError
 
-__all__ = ["refuse_lost_gradients"]
+__all__ = ["is_running_again", "refuse_lost_gradients"]
 
 
 def refuse_lost_gradients(unit: str, parameter: str, rank: int) -> None:
@@ -45,3 +45,13 @@ def _inputs_of_outermost_segment(frame: types.FrameType | None) -> tuple | None:
                 inputs = frame.f_locals.get("args", ())
         frame = frame.f_back
     return inputs
+
+
+def is_running_again() -> bool:
+    """Whether a reentrant checkpoint on this stack runs its segment again. For the text of an error, not the hot path."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "backward" and frame.f_code.co_filename.endswith("checkpoint.py"):
+            return True
+        frame = frame.f_back
+    return False
