@@ -223,6 +223,17 @@ def test_a_file_alone_says_how_much_it_keeps(tmp_path: Any) -> None:
     assert files(tmp_path) == []
 
 
+def test_buffers_of_several_huge_pages(tmp_path: Any) -> None:
+    count = 5 * 2**20 + 1
+    file, data, back = StateFile(str(tmp_path), count, 0, "a test"), aligned_bytes(count), aligned_bytes(count)
+    assert data.numel() == 5 * 2**20 + BLOCK_BYTES and data.data_ptr() % BLOCK_BYTES == 0 and not data.any()
+    data.copy_(torch.arange(data.numel()) % 251)
+    file.write(BLOCK_BYTES, data)
+    file.read(BLOCK_BYTES, back)
+    assert torch.equal(back, data) and int(back[-1]) == (data.numel() - 1) % 251
+    file.close()
+
+
 def cut_and_replaced_body(folder: str) -> None:
     for harm in ("cut", "replace", "remove"):
         model, optimizer = three(folder, steps=2)
