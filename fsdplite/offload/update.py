@@ -182,15 +182,18 @@ class Updater:
 
     def _step(self, members: dict[int, list], state: dict[torch.Tensor, Any], groups: list[dict[str, Any]]) -> None:
         inner = self._inner
+        # All groups, in their order: a class may keep something in the first for all. What a run without members of a
+        # group leaves in it does not count.
         inner.param_groups = [
-            {**own_copy(_settings_of(groups[number])), "params": values} for number, values in members.items()
+            {**own_copy(_settings_of(group)), "params": members.get(number) or [torch.zeros(1)]}
+            for number, group in enumerate(groups)
         ]
         inner.state = state
         before = self._attributes(inner)
         try:
             inner.step()
-            for number, left in zip(members, inner.param_groups):
-                self._note(number, groups[number], left)
+            for number in members:
+                self._note(number, groups[number], inner.param_groups[number])
             self._check_attributes(inner, before)
         finally:
             inner.param_groups, inner.state = [], defaultdict(dict)
@@ -215,7 +218,7 @@ class Updater:
 
     def end_step(self, groups: list[dict[str, Any]]) -> None:
         """All pieces are updated: groups get what the class has left in them, also those without gradients."""
-        idle = {number: [torch.zeros(1)] for number in range(len(groups)) if number not in self._written}
+        idle: dict[int, list] = {number: [] for number in range(len(groups)) if number not in self._written}
         if idle:
             self._step(idle, defaultdict(dict), groups)
         for number, written in self._written.items():

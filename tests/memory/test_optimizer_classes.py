@@ -37,6 +37,17 @@ class Counting(torch.optim.Optimizer):
             group["last"] = scale
 
 
+class CountingInFirst(torch.optim.SGD):
+    """Keeps one count for all groups, in the first of them."""
+
+    def step(self, closure: Any = None) -> Any:
+        first = self.param_groups[0]
+        first["k"] = first.get("k", 0) + 1
+        for group in self.param_groups:
+            group["weight_decay"] = 0.01 * first["k"]
+        return super().step(closure)
+
+
 class CountingTensor(torch.optim.Optimizer):
     """Its counter has the shape (1,), and so has a slice of one element."""
 
@@ -119,7 +130,7 @@ def counting_body(folder: str, cls: type) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_classes_with_counters(tmp_path: Any, world_size: int) -> None:
-    run(world_size, for_each, [(str(tmp_path), cls) for cls in (Counting, CountingTensor)], counting_body)
+    run(world_size, for_each, [(str(tmp_path), cls) for cls in (Counting, CountingInFirst, CountingTensor)], counting_body)
 
 
 def in_backward_counting_body(folder: str) -> None:
