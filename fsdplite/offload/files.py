@@ -15,7 +15,8 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,10 @@ _HUGE_BYTES = 2**21
 _PREFIX, _SUFFIX = "fsdplite-state-", ".bin"
 _MAGIC = "fsdplite optimizer state"
 _DIRECT = getattr(os, "O_DIRECT", 0)
+_USABLE_FOLDER = (
+    "Offload(path=...) must be an existing directory on a local disk with room for the state, writable by every rank"
+)
+_MORE_FILES = "let the process open more files (ulimit -n): two for each unit, and those of your own"
 
 
 def padded(count: int) -> int:
@@ -143,6 +148,8 @@ class StateFile:
         self._contents = contents
         self._pid = os.getpid()
         self._descriptor = -1
+        # A mapping holds a descriptor, of which a process has few: one for all tensors that are in use.
+        self._mapping: Callable[[], mmap.mmap | None] = lambda: None
         self._scratch = threading.local()
         self.is_direct = False
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
@@ -291,11 +298,12 @@ class StateFile:
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         self.check()
-        page = mmap.ALLOCATIONGRANULARITY
-        start = offset // page * page
-        with self._named("map"):
-            pages = mmap.mmap(self._descriptor, offset - start + numel * dtype.itemsize, offset=start)
-        return torch.frombuffer(pages, dtype=dtype, count=numel, offset=offset - start)
+        pages = self._mapping()
+        if pages is None:
+            with self._named("map"):
+                pages = mmap.mmap(self._descriptor, self.size_bytes)
+            self._mapping = weakref.ref(pages)
+        return torch.frombuffer(pages, dtype=dtype, count=numel, offset=offset)
 
     def close(self) -> None:
         """Close and remove it. Only the process that made it does."""
@@ -324,6 +332,5 @@ class StateFile:
                 path=self.path,
                 errno=problem.errno,
                 rank=self.rank,
-                cure="Offload(path=...) must be an existing directory on a local disk with room for the state, "
-                "writable by every rank",
+                cure=_MORE_FILES if problem.errno == errno.EMFILE else _USABLE_FOLDER,
             ) from problem

@@ -140,12 +140,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> StateView:  # type: ignore[override]
-        if self._is_closed:
-            raise OffloadError(
-                "the optimizer was closed: its state is gone",
-                rank=self._groups.rank,
-                cure="save a checkpoint before close()",
-            )
+        self._refuse_closed()
         return self._view
 
     @state.setter
@@ -236,7 +231,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.last_step.wall_s += time.perf_counter() - began
         return loss
 
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise OffloadError(
+                "the optimizer was closed: its state is gone",
+                rank=self._groups.rank,
+                cure="save a checkpoint before close(), and load it into a new optimizer",
+            )
+
     def _refuse_failed(self) -> None:
+        self._refuse_closed()
         if self._failure is not None:
             raise OffloadError(
                 "the optimizer's state is not whole",
@@ -349,8 +353,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """For ``load_checkpoint``, before it looks at the state: files that are lost are made anew.
 
         Raises:
-            OffloadError: They cannot be made.
+            OffloadError: They cannot be made, or the optimizer was closed.
         """
+        self._refuse_closed()
         if self._table.replace_lost():
             self._failure = "its files were lost"
         self.settle()

@@ -256,8 +256,18 @@ def closed_body(folder: str) -> None:
     os.chdir("/")
     train(model, optimizer, range(2))
     assert os.listdir(os.path.join(folder, f"state-{here.rank}"))
+    fsdp.save_checkpoint(os.path.join(folder, "before"), model, optimizer, step=2)
+    saved = optimizer.state_dict()
+    optimizer.close()
     optimizer.close()
     assert not os.listdir(os.path.join(folder, f"state-{here.rank}"))
+    for load in (
+        lambda: optimizer.load_state_dict(saved),
+        lambda: fsdp.load_checkpoint(os.path.join(folder, "before"), model, optimizer),
+        optimizer.step,
+    ):
+        expect_loud(load, "closed", "new optimizer")
+        assert not os.listdir(os.path.join(folder, f"state-{here.rank}")), "files that nothing removes"
     expect_loud(lambda: fsdp.save_checkpoint(os.path.join(folder, "root"), model, optimizer, step=1), "closed", "before close")
     assert fsdp.latest_step(os.path.join(folder, "root")) is None
     expect_loud(optimizer.state_dict, "closed")

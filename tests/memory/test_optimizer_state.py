@@ -346,3 +346,29 @@ def test_after_a_failure(tmp_path: Any) -> None:
     run(1, after_failure_body, str(tmp_path))
     run(2, after_failure_body, str(tmp_path))
     run(2, in_backward_failure_body, str(tmp_path))
+
+
+def descriptors_body(folder: str) -> None:
+    """A process may open a thousand files or so, and a model has that many states."""
+
+    def opened() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    model = build(wide, offload=place("nvme", folder))
+    optimizer = fsdp.offloaded(torch.optim.AdamW, model, lr=0.1)
+    steps(model, optimizer, range(1))
+    files, before = len(os.listdir(folder)), opened()
+    held = optimizer.state_dict()
+    first = [state["exp_avg"] for state in held["state"].values()]
+    assert len(first) > files and opened() - before <= files
+    first[0].zero_()
+    del held, first
+    assert opened() == before
+    user = next(iter(optimizer.state))
+    assert not optimizer.state[user]["exp_avg"].any() and optimizer.state[user]["exp_avg_sq"].any()
+    optimizer.close()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are counted in /proc")
+def test_a_held_state_takes_one_descriptor_per_file(tmp_path: Any) -> None:
+    run(1, descriptors_body, str(tmp_path))
