@@ -78,14 +78,14 @@ def program(kind: str, blocks: int, room: int, folder: Any) -> subprocess.Comple
 def test_a_step_takes_the_same_memory_as_the_model_grows(tmp_path: Any) -> None:
     """Buffers: four of 1 MiB for each of two moments. One unit: 1 MiB. The state is 8 and 64 MiB.
 
-    Half a MiB more is for what the interpreter and the allocator take.
+    One MiB more is for what the interpreter and the allocator take.
     """
     taken = []
     for blocks in (4, 32):
         done = program("nvme", blocks, 0, tmp_path)
         assert done.returncode == 0, done.stderr
         taken.append(int(done.stdout))
-    assert all(most < 8 * MIB + 1.5 * MIB for most in taken), [most / MIB for most in taken]
+    assert all(most < 8 * MIB + 2 * MIB for most in taken), [most / MIB for most in taken]
     assert taken[1] - taken[0] < 1 * MIB, [most / MIB for most in taken]
 
 
