@@ -296,7 +296,7 @@ class StateFile:
         What is written to it is written to the file.
         """
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         self.check()
         pages = self._mapping()
         if pages is None:

@@ -103,8 +103,8 @@ class OnHost(OnDevice):
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if self._mirror_dtype is not None:
-            self.mirror = torch.zeros(numel, dtype=self._mirror_dtype, pin_memory=self._pin)
-        return torch.zeros(numel, dtype=dtype, pin_memory=self._pin)
+            self.mirror = torch.zeros(numel, dtype=self._mirror_dtype, device="cpu", pin_memory=self._pin)
+        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self._pin)
 
     def fetch(self, into: torch.Tensor, shard: torch.Tensor, lane: Lane, generation: int) -> None:
         source = shard
@@ -120,7 +120,7 @@ class OnHost(OnDevice):
         lane.follow(self._lane)
 
     def bring(self, reduced: torch.Tensor, lane: Lane) -> torch.Tensor:
-        rest = torch.empty(reduced.numel(), dtype=reduced.dtype, pin_memory=self._pin)
+        rest = torch.empty(reduced.numel(), dtype=reduced.dtype, device="cpu", pin_memory=self._pin)
         self._lane.follow(lane)
         with self._lane:
             copy(rest, reduced)

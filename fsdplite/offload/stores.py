@@ -39,7 +39,9 @@ class HostStore(Store):
 
     def __init__(self, numel: int, dtypes: dict[str, torch.dtype], pin: bool) -> None:
         super().__init__(numel, dtypes)
-        self._regions = {key: torch.zeros(numel, dtype=dtype, pin_memory=pin) for key, dtype in dtypes.items()}
+        self._regions = {
+            key: torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pin) for key, dtype in dtypes.items()
+        }
 
     def part(self, key: str, start: int, stop: int) -> torch.Tensor:
         return self._regions[key][start:stop]

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import ConfigError, ShardedAccessError
 from ..optimizer_hooks import WHOLE_TENSOR_OPTIMIZERS, exempt
-from .values import in_place, is_same, own_copy
+from .values import in_place, is_same, new_tensors_on_host, own_copy
 
 __all__ = ["Entry", "Probed", "Updater"]
 
@@ -84,13 +84,14 @@ class Updater:
             )
         self._class = optimizer_class
         self._settings = settings
-        self._inner = self._make([{"params": [torch.zeros(1)]}])
+        self._inner = self._make([{"params": [torch.zeros(1, device="cpu")]}])
         self.defaults = dict(self._inner.defaults)
         self.has_first_state = bool(self._inner.state)
         self._written: dict[int, dict[str, Any]] = {}  # by groups that a run of this step has updated
 
     def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        made = self._class(groups, **self._settings)
+        with new_tensors_on_host():
+            made = self._class(groups, **self._settings)
         exempt(made)
         return made
 
@@ -98,7 +99,8 @@ class Updater:
 
     def settings_of_new(self, group: dict[str, Any]) -> dict[str, Any]:
         """All settings of a new group: its own, the defaults, and what the class adds when it is made."""
-        return _settings_of(self._make([{**own_copy(_settings_of(group)), "params": [torch.zeros(1)]}]).param_groups[0])
+        made = self._make([{**own_copy(_settings_of(group)), "params": [torch.zeros(1, device="cpu")]}])
+        return _settings_of(made.param_groups[0])
 
     def probe(self, group: dict[str, Any], dtype: torch.dtype) -> Probed:
         """Try the class on small parameters of a group's settings.
@@ -125,12 +127,13 @@ class Updater:
         return Probed(regions, frozenset(states[0].keys() - regions.keys()))
 
     def _trial(self, group: dict[str, Any], dtype: torch.dtype, lengths: tuple[int, ...]) -> tuple[Any, list]:
-        values = [torch.zeros(numel, dtype=dtype) for numel in lengths]
+        values = [torch.zeros(numel, dtype=dtype, device="cpu") for numel in lengths]
         for value in values:
             value.grad = torch.zeros_like(value)
         made = self._make([{**own_copy(_settings_of(group)), "params": values}])
         before = self._attributes(made)
-        made.step()
+        with new_tensors_on_host():
+            made.step()
         self._check_attributes(made, before)
         return made, values
 
@@ -185,13 +188,14 @@ class Updater:
         # All groups, in their order: a class may keep something in the first for all. What a run without members of a
         # group leaves in it does not count.
         inner.param_groups = [
-            {**own_copy(_settings_of(group)), "params": members.get(number) or [torch.zeros(1)]}
+            {**own_copy(_settings_of(group)), "params": members.get(number) or [torch.zeros(1, device="cpu")]}
             for number, group in enumerate(groups)
         ]
         inner.state = state
         before = self._attributes(inner)
         try:
-            inner.step()
+            with new_tensors_on_host():
+                inner.step()
             for number in members:
                 self._note(number, groups[number], inner.param_groups[number])
             self._check_attributes(inner, before)
@@ -242,5 +246,5 @@ def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
 @functools.cache
 def _attributes_of_torch() -> set[str]:
     """Names of what torch's own classes keep on an optimizer."""
-    own = vars(torch.optim.SGD([torch.zeros(1)], lr=1.0)).keys()
+    own = vars(torch.optim.SGD([torch.zeros(1, device="cpu")], lr=1.0)).keys()
     return {*own, "_need_device_dtype_check_for_fused", "_step_supports_amp_scaling", "_zero_grad_profile_name"}

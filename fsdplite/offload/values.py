@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import deque
 from typing import Any
 
 import torch
 
-__all__ = ["in_place", "is_same", "own_copy"]
+__all__ = ["in_place", "is_same", "new_tensors_on_host", "own_copy"]
 
 
 def own_copy(value: Any) -> Any:
@@ -57,3 +58,8 @@ def in_place(before: Any, after: Any) -> Any:
         return after
     with torch.no_grad():
         return before.copy_(after)
+
+
+def new_tensors_on_host() -> contextlib.AbstractContextManager:
+    """Inside, an optimizer class makes its counters in host memory, whatever ``torch.set_default_device`` says."""
+    return contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")

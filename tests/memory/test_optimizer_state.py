@@ -372,3 +372,32 @@ def descriptors_body(folder: str) -> None:
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are counted in /proc")
 def test_a_held_state_takes_one_descriptor_per_file(tmp_path: Any) -> None:
     run(1, descriptors_body, str(tmp_path))
+
+
+def default_device_body(folder: str) -> None:
+    """What is made for host memory is there, whatever torch.set_default_device says: here, a place without bytes."""
+    for cls in (torch.optim.Adam, torch.optim.Adagrad):
+
+        def loop(model: nn.Module, offload: Any, cls: Any = cls) -> Any:
+            if offload is None:
+                optimizer = cls(model.parameters(), lr=0.1)
+                return steps(model, optimizer, range(3)), optimizer
+            with torch.device("meta"):
+                optimizer = make(cls, model, offload, lr=0.1)
+            seen = []
+            for step in range(3):
+                torch.manual_seed(step)
+                x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1000 * step + here.rank))
+                loss = model(x).square().mean()
+                loss.backward()
+                with torch.device("meta"):
+                    optimizer.step()
+                optimizer.zero_grad()
+                seen.append(loss.item())
+            return seen, optimizer
+
+        compare(folder, [place(kind, folder) for kind in BOTH], loop, wide)
+
+
+def test_a_default_device_elsewhere(tmp_path: Any) -> None:
+    run(1, default_device_body, str(tmp_path))
