@@ -219,9 +219,11 @@ def _check_state(optimizer: Any, sharded: list[torch.Tensor]) -> None:
         for p in sharded:
             if p in optimizer.state:
                 optimizer.state[p].update(_plain(optimizer.state[p]))  # loaded before the hooks were there
+            info = info_of(p)
             for key, value in optimizer.state.get(p, {}).items():
-                if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != p.shape:
-                    info = info_of(p)
+                if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape == p.shape:
+                    continue
+                if value.numel() != 1 or (info.full_shape.numel() == 1 and key != "step"):  # else a counter
                     raise ShardedAccessError(
                         f"the optimizer's state '{key}' was made before wrapping, for the whole parameter",
                         expected=f"shape {tuple(p.shape)}, this rank's slice",

@@ -147,7 +147,7 @@ def _collect_state(result: OptimizerState, member: ModelTensor, state: dict[str,
                 f"{where} cannot be stored", expected="an ordinary tensor", found=kind, parameter=name
             )
         with engine_access():
-            is_moment = value.shape == local_shape and not (value.dim() == 0 and key in _SCALARS)
+            is_moment = value.shape == local_shape and not (value.dim() == 0 and key in _SCALARS) and key != "step"
         if is_moment:
             result.sharded.setdefault(name, {})[key] = dtype_name(value.dtype, where)
             result.local.setdefault(name, {})[key] = flat_view(value)

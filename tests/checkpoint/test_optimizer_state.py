@@ -244,3 +244,54 @@ def strange_state(root):
 def test_state_that_cannot_be_resharded_is_refused(tmp_path):
     run(2, strange_state, str(tmp_path))
     assert not list(tmp_path.iterdir())
+
+
+class Counted(torch.optim.Optimizer):
+    """Sums gradients, and counts its steps in a tensor of one element, as the slices of small parameters are."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[parameter]
+            if not state:
+                state["total"], state["step"] = torch.zeros_like(parameter), torch.zeros(1)
+            state["step"] += 1
+            state["total"] += parameter.grad
+            parameter -= state["total"] / state["step"]
+
+
+class Sizes(nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        for n in range(1, 8):
+            setattr(self, f"p{n}", nn.Parameter(torch.full((n,), value, dtype=torch.float64)))
+
+    def forward(self, x):
+        return x * sum(p.sum() for p in self.parameters())
+
+
+def save_counted(root):
+    model = fsdp.fsdp_wrap(Sizes(1.0))
+    optimizer = Counted(model.parameters())
+    model(torch.tensor(0.5, dtype=torch.float64)).backward()
+    optimizer.step()
+    fsdp.save_checkpoint(root, model, optimizer, step=1)
+
+
+def load_counted(root):
+    model = fsdp.fsdp_wrap(Sizes(0.0))
+    optimizer = Counted(model.parameters())
+    fsdp.load_checkpoint(root, model, optimizer)
+    model(torch.tensor(0.5, dtype=torch.float64)).backward()
+    optimizer.step()
+    for name, value in gather(model).items():
+        assert torch.equal(value, torch.zeros_like(value)), name  # 1 - 0.5 / 1 - (0.5 + 0.5) / 2
+
+
+@pytest.mark.parametrize("saved_by, loaded_by", [(2, 3), (3, 1)])
+def test_counters_of_one_element_are_no_moments(tmp_path, saved_by, loaded_by):
+    run(saved_by, save_counted, str(tmp_path))
+    run(loaded_by, load_counted, str(tmp_path))
