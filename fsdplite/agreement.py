@@ -91,7 +91,9 @@ class Agreement:
         if differ is None and len(set(factors)) > 1:
             raise RankMismatchError(
                 "ranks divide gradients by different numbers",
-                found="; ".join(f"rank {r}: {factor or 'the number of ranks'}" for r, factor in zip(groups.ranks, factors)),
+                found="; ".join(
+                    f"rank {rank}: {factor or 'the number of ranks'}" for rank, factor in zip(groups.ranks, factors)
+                ),
                 rank=groups.rank,
                 cure="call set_gradient_divide_factor with the same number on every rank",
             )

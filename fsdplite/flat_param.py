@@ -237,17 +237,26 @@ class FlatParameter:
         """Modules hold the users' sharded parameters again."""
         self.binding.bind_users()
 
+    def where(self, index: int = 0) -> dict[str, Any]:
+        """Unit, parameter and rank, for an error about one of its parameters."""
+        return {"unit": self.unit_name, "parameter": self.names[index], "rank": self.groups.rank}
+
     def replaced(self, index: int, found: Any) -> ParameterUseError:
-        name = self.names[index]
         return ParameterUseError(
-            f"the weight '{name}' was replaced after wrapping",
+            f"the weight '{self.names[index]}' was replaced after wrapping",
             expected="the Parameter object that was there when the module was wrapped",
             found="nothing" if found is None else f"another {type(found).__name__}",
-            unit=self.unit_name,
-            parameter=name,
-            rank=self.groups.rank,
+            **self.where(index),
             cure="write into the weight inside `with fsdp.full_params(module, writeback=True):` instead of replacing "
             "it; torch.func.functional_call and re-tying do not work on a wrapped model, do them before wrapping",
+        )
+
+    def changed(self, use: str) -> ParameterUseError:
+        """For a backward that finds another generation than its forward did."""
+        return ParameterUseError(
+            f"a weight changed between the forward and the backward that {use}",
+            **self.where(),
+            cure="call backward() before optimizer.step(), or run the forward again after it",
         )
 
     def check_unwritten(self) -> None:
@@ -257,9 +266,7 @@ class FlatParameter:
             raise ParameterUseError(
                 "a weight was written in place while its unit ran, and resharding would lose the change",
                 found=f"version {found} of one of {', '.join(self.names[:6])}",
-                unit=self.unit_name,
-                parameter=self.names[0],
-                rank=self.groups.rank,
+                **self.where(),
                 cure="do it outside the forward, inside `with fsdp.full_params(module, writeback=True):`",
             )
 

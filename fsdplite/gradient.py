@@ -187,9 +187,7 @@ def _norm_dtype_on(device: torch.device) -> torch.dtype:
 def pending_error(flat: FlatParameter) -> GradientError:
     return GradientError(
         "a gradient is still unsharded and unreduced: the last backward ran without synchronisation",
-        unit=flat.unit_name,
-        parameter=flat.names[0],
-        rank=flat.groups.rank,
+        **flat.where(),
         cure="run the last micro-batch outside no_sync() (or after set_requires_gradient_sync(True)), or drop the "
         "gradients with zero_grad()",
     )

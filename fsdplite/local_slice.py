@@ -40,6 +40,11 @@ class ParameterInfo:
         return self.flat.names[self.index]
 
     @property
+    def where(self) -> dict[str, Any]:
+        """Unit, parameter and rank, for an error."""
+        return self.flat.where(self.index)
+
+    @property
     def full_shape(self) -> torch.Size:
         return torch.Size(self.flat.layout.slots[self.index].shape)
 
@@ -110,9 +115,7 @@ class LocalSlice(torch.Tensor):
             f"'{call}' of a parameter's slice would be the number of one rank's part",
             expected=f"the full tensor of shape {tuple(info.full_shape)}",
             found=f"this rank's slice of {numel} of {info.full_shape.numel()} elements",
-            unit=info.flat.unit_name,
-            parameter=info.name,
-            rank=info.flat.groups.rank,
+            **info.where,
             cure="open `with fsdp.full_params(module):`, where the parameter is whole; for the slice alone take "
             "p.detach().as_subclass(torch.Tensor)",
         )
@@ -231,8 +234,6 @@ def refusal(parameter: torch.Tensor, call: str) -> ShardedAccessError:
         f"parameter '{info.name}' is sharded and was used as if it were whole, by {call or 'an operation'}",
         expected=f"the full tensor of shape {tuple(info.full_shape)}",
         found=f"this rank's slice of {numel} of {info.full_shape.numel()} elements",
-        unit=info.flat.unit_name,
-        parameter=info.name,
-        rank=info.flat.groups.rank,
+        **info.where,
         cure=cure,
     )

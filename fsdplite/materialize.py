@@ -53,7 +53,8 @@ class Materializer:
         self._real_buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # Values from rank 0 arrive in one buffer: the backend may hold the last one a moment longer than it says.
         arriving = [p.numel() * p.element_size() for f, i in owners.values() if (p := f.users[i]).is_meta]
-        self._staging: torch.Tensor | None = torch.empty(max(arriving, default=0) if sync else 0, dtype=torch.uint8, device=device)
+        largest = max(arriving, default=0) if sync else 0
+        self._staging: torch.Tensor | None = torch.empty(largest, dtype=torch.uint8, device=device)
         self.unfilled: dict[str, Any] = {}
 
     def fill(self, root: nn.Module, buffers: dict[tuple[int, str], BufferSpec], skip: set[int]) -> None:

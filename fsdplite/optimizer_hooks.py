@@ -175,9 +175,7 @@ def _check_kind(optimizer: Any, parameter: torch.Tensor) -> None:
         info = info_of(parameter)
         raise ShardedAccessError(
             f"{sorted(refused)[0]} reads whole tensors, and each rank holds slices",
-            unit=info.flat.unit_name,
-            parameter=info.name,
-            rank=info.flat.groups.rank,
+            **info.where,
             cure="use an element-wise optimizer (SGD, Adam, AdamW, RMSprop, Lion, ...), or update whole matrices "
             "inside `with fsdp.full_params(module, writeback=True):`",
         )
@@ -228,9 +226,7 @@ def _check_state(optimizer: Any, sharded: list[torch.Tensor]) -> None:
                         f"the optimizer's state '{key}' was made before wrapping, for the whole parameter",
                         expected=f"shape {tuple(p.shape)}, this rank's slice",
                         found=f"shape {tuple(value.shape)}",
-                        unit=info.flat.unit_name,
-                        parameter=info.name,
-                        rank=info.flat.groups.rank,
+                        **info.where,
                         cure="build the optimizer after fsdp_wrap, or before the first step was taken; to continue a "
                         "run load its optimizer state from a checkpoint after wrapping",
                     )
@@ -254,9 +250,7 @@ def _check_gradients(sharded: list[torch.Tensor]) -> None:
         if flat.binding.shows_others:
             raise GradientError(
                 "an optimizer step inside full_params would leave the full tensors stale",
-                unit=flat.unit_name,
-                parameter=flat.names[0],
-                rank=flat.groups.rank,
+                **flat.where(),
                 cure="leave full_params before optimizer.step()",
             )
         if flat.gradient is not None:
@@ -273,8 +267,6 @@ def _check_gradients(sharded: list[torch.Tensor]) -> None:
                     "a gradient does not have the shape of its slice",
                     expected=tuple(p.shape),
                     found=tuple(gradient.shape),
-                    unit=info.flat.unit_name,
-                    parameter=info.name,
-                    rank=info.flat.groups.rank,
+                    **info.where,
                     cure="assign gradients of this rank's slice only",
                 )

@@ -22,7 +22,6 @@ from .local_slice import (
     ParameterInfo,
     as_local_slice,
     engine_access,
-    info_of,
     instances_in,
     is_initialiser,
     matches,
@@ -151,9 +150,7 @@ def _refuse_gradients_of(parameter: torch.Tensor) -> ShardedAccessError:
     info: ParameterInfo = parameter.__dict__["_fsdp_info"]
     return ShardedAccessError(
         "torch.autograd.grad(loss, parameters) and backward(inputs=parameters) do not know sharded parameters",
-        unit=info.flat.unit_name,
-        parameter=info.name,
-        rank=info.flat.groups.rank,
+        **info.where,
         cure="call loss.backward(): the slice is in parameter.grad, the whole in fsdp.full_grad(model, name); what "
         "should have no gradient is frozen by requires_grad_(False). Both calls work with respect to inputs",
     )
@@ -174,9 +171,7 @@ class RestingLeaf(nn.Parameter):
         info: ParameterInfo = leaf.__dict__["_fsdp_info"]
         raise ShardedAccessError(
             f"the full weight '{info.name}' was kept past its unit's forward and used by {name or 'an operation'}",
-            unit=info.flat.unit_name,
-            parameter=info.name,
-            rank=info.flat.groups.rank,
+            **info.where,
             cure="keep a copy (weight.detach().clone()), or open `with fsdp.full_params(module):` where it is used",
         )
 
@@ -243,9 +238,7 @@ def _cast(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     raise ShardedAccessError(
         f"a wrapped model cannot change to {probe.dtype} on {probe.device}",
         found=f"{parameter.dtype} on {parameter.device}",
-        unit=parameter.__dict__["_fsdp_info"].flat.unit_name,
-        parameter=parameter.__dict__["_fsdp_info"].name,
-        rank=parameter.__dict__["_fsdp_info"].flat.groups.rank,
+        **parameter.__dict__["_fsdp_info"].where,
         cure='move or cast the model before fsdp_wrap, or ask for fsdp_wrap(..., precision="bf16")',
     )
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from .errors import ParameterUseError
 from .flat_param import OWNERS
 
 __all__ = ["guard_saved_weights", "is_guard", "stop_guarding"]
@@ -47,13 +46,7 @@ def _unpack(saved: Any) -> torch.Tensor:
         return tensor
     tensor, flat, call, generation = saved
     if flat.generation != generation:
-        raise ParameterUseError(
-            "a weight changed between the forward and the backward that needs its old value",
-            unit=flat.unit_name,
-            parameter=flat.names[0],
-            rank=flat.groups.rank,
-            cure="call backward() before optimizer.step(), or run the forward again after it",
-        )
+        raise flat.changed("needs its old value")
     if not flat.is_unsharded or flat.is_arriving:
         call.reopen()
     return tensor

@@ -378,7 +378,8 @@ class UnitState:
 def _is_exported() -> bool:
     """Whether operations are being recorded. (torch.compile leaves units out of its graphs.)"""
     keys = torch._C._TorchDispatchModeKey
-    return torch.compiler.is_exporting() or any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
+    modes = (torch._C._get_dispatch_mode(key) for key in (keys.PROXY, keys.FUNCTIONAL))
+    return torch.compiler.is_exporting() or any(mode is not None for mode in modes)
 
 
 class _CastBuffers:

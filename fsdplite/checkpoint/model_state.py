@@ -191,9 +191,7 @@ def _check_bound(state: ModelState) -> None:
                 if id(user) not in state.by_id:
                     raise CheckpointError(
                         "the weights are whole at the moment, and a checkpoint is made of the slices",
-                        unit=flat.unit_name,
-                        parameter=flat.names[index],
-                        rank=flat.groups.rank,
+                        **flat.where(index),
                         cure="save and load outside the forward and outside `with fsdp.full_params(...)`",
                     )
 

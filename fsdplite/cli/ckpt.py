@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import Any
 
 from ..errors import ConfigError, FSDPError
 from . import ckpt_diff, ckpt_export, ckpt_inspect, ckpt_ls, ckpt_prune, ckpt_verify
-from .ckpt_output import Outcome, escaped, json_text
+from .ckpt_output import Outcome, escaped, json_text, write_out
 from .target import UsageError
 
 __all__ = ["add_parser"]
@@ -43,7 +42,8 @@ def _help(parser: argparse.ArgumentParser) -> int:
 def _run(args: argparse.Namespace) -> int:
     try:
         outcome: Outcome = args.action(args)
-        return _print(json_text(outcome.document) if args.json else outcome.text(), outcome.code)
+        write_out(json_text(outcome.document) if args.json else outcome.text())
+        return outcome.code
     except (UsageError, ConfigError) as problem:
         return _complain(str(problem), 2)
     except FSDPError as problem:
@@ -58,21 +58,12 @@ def _run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return _complain("interrupted", 130)  # as a shell says it
     code = _complain(text, 1)
-    return _print(json_text({"error": text}), code) if args.json else code
+    if args.json:
+        write_out(json_text({"error": text}))
+    return code
 
 
 def _complain(text: str, code: int) -> int:
     lines = [escaped(line, _LONGEST_LINE) for line in text.split("\n")]
     print("fsdplite ckpt: " + "\n".join(lines), file=sys.stderr)
-    return code
-
-
-def _print(text: str, code: int) -> int:
-    """Write to stdout what its encoding can hold. Whoever reads it may stop early."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    try:
-        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
     return code

@@ -1,4 +1,4 @@
-"""What a ``ckpt`` command hands over, and how names and numbers out of files are shown."""
+"""What a command about files hands over and prints, and how names and numbers out of files are shown."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import shutil
 import sys
 import time
@@ -17,7 +18,7 @@ from ..events import format_bytes
 
 __all__ = [
     "Outcome", "SHOWN_ROWS", "add_all_option", "escaped", "json_text", "progress", "shape_text", "size_text", "table",
-    "time_text",
+    "time_text", "write_out",
 ]  # fmt: skip
 
 SHOWN_ROWS = 40
@@ -65,6 +66,16 @@ def json_text(document: Any) -> str:
         return json.dumps(document, allow_nan=False) + "\n"
     except ValueError:  # a number like 1e999
         return json.dumps(_finite(document), allow_nan=False) + "\n"
+
+
+def write_out(text: str) -> None:
+    """Write to stdout what its encoding can hold. Whoever reads it may stop early."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
 
 
 def _finite(value: Any) -> Any:

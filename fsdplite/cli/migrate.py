@@ -10,7 +10,7 @@ import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .ckpt_output import escaped, json_text
+from .ckpt_output import escaped, json_text, write_out
 
 if TYPE_CHECKING:
     from ..migration.report import Report
@@ -28,11 +28,9 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "migrate",
         help="what a script uses of DDP, FSDP, DeepSpeed, ..., and what to write instead",
-        description="Read Python sources and DeepSpeed configurations, find what they use of torch's DDP, FSDP1, "
-                    "FSDP2 and "
-        "distributed checkpoints, DeepSpeed's ZeRO, Megatron-FSDP and Accelerate, and say for each use what to write "
-        "with "
-        "fsdplite. Files are parsed, never imported, run or changed.",
+        description="Read Python sources and DeepSpeed configurations, find what they use of torch's DDP, FSDP1, FSDP2 "
+        "and distributed checkpoints, DeepSpeed's ZeRO, Megatron-FSDP and Accelerate, and say for each use what to write "
+        "with fsdplite. Files are parsed, never imported, run or changed.",
         epilog="exit codes: 0 every use has a counterpart, 1 some have none or a file could not be read, 2 usage",
     )
     parser.add_argument("paths", nargs="+", metavar="PATH",
@@ -49,13 +47,7 @@ def _run(args: argparse.Namespace) -> int:
     from ..migration.report import examine  # the tables: other commands start without them
 
     report = examine(args.paths)
-    text = json_text(_document(report)) if args.json else _text(report)
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    try:
-        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+    write_out(json_text(_document(report)) if args.json else _text(report))
     return 0 if report.fine else 1
 
 

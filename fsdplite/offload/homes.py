@@ -314,7 +314,7 @@ class Home:
     def _error(self, index: int, problem: str, **details: Any) -> OffloadError:
         flat = self.flat
         return OffloadError(
-            problem, unit=flat.unit_name, parameter=flat.names[index], rank=flat.groups.rank, **details
+            problem, **flat.where(index), **details
         )
 
 

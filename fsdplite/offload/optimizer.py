@@ -54,8 +54,8 @@ def offloaded(
         params: Parameters or parameter groups, as the class takes them. None: all of the model.
         in_backward: Update a unit as soon as its gradient is final, beside the rest of backward, with the groups'
             settings of that moment. The gradient is freed then and ``.grad`` stays None. ``step()`` updates the rest.
-            Clipping, other norms, ``LossScaler`` and a second synchronised backward before ``step()`` are errors. If a backward
-            dies after an update, the optimizer refuses to step until a checkpoint is loaded.
+            Clipping, other norms, ``LossScaler`` and a second synchronised backward before ``step()`` are errors. If a
+            backward dies after an update, the optimizer refuses to step until a checkpoint is loaded.
         settings: Keyword arguments of the class.
 
     Raises:

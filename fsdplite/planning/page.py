@@ -26,7 +26,8 @@ _PARTS = {
 }  # fmt: skip
 _KINDS = {
     "compute": "#009e73", "copy": "#7bc8ae", "allocate": "#bbbbbb", "update": "#56b4e9", "control": "#666666",
-    "wait": "#d55e00", "to_device": "#003f5c", "to_host": "#8c6d31", "all_gather": "#e69f00", "reduce_scatter": "#0072b2", "all_reduce": "#cc79a7",
+    "wait": "#d55e00", "to_device": "#003f5c", "to_host": "#8c6d31", "all_gather": "#e69f00",
+    "reduce_scatter": "#0072b2", "all_reduce": "#cc79a7",
 }  # fmt: skip
 _WIDTH = 960
 _STYLE = """

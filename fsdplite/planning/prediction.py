@@ -13,7 +13,7 @@ from torch import nn
 
 from ..events import Trace
 from .blueprint import Blueprint, PlannedUnit
-from .fake_step import GRADIENT, IGNORED, FakeStep
+from .fake_step import GRADIENT, IGNORED
 from .fits import check_fits
 from .measurement import Comparison, compare
 from .memory import PHASES, Peak

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..errors import ParameterUseError
 from ..flat_param import FlatParameter, owner_of
 from ..local_slice import info_of
 
@@ -41,13 +40,7 @@ class WeightsBefore:
         """
         for flat, generation in self._generations.items():
             if flat.generation != generation:
-                raise ParameterUseError(
-                    "a weight changed between the forward and the backward that computes its block again",
-                    unit=flat.unit_name,
-                    parameter=flat.names[0],
-                    rank=flat.groups.rank,
-                    cure="call backward() before optimizer.step(), or run the forward again after it",
-                )
+                raise flat.changed("computes its block again")
         if torch._C._current_graph_task_id() != -1:
             # Gradients may be on for the second run only. A backward that makes a graph keeps the old one as well.
             with torch.set_grad_enabled(torch.is_grad_enabled() and _keeps_graph()):

@@ -12,7 +12,7 @@ import fsdplite as fsdp
 from tests.checkpoint.parts import save_and_read
 from tests.checkpoint.reader import read
 from tests.harness import expect_loud, here, run
-from tests.memory.parts import Net, assert_same_bits, build, train, whole
+from tests.memory.parts import Net, assert_same_bits, build, whole
 
 KEYS = ("exp_avg", "exp_avg_sq")
 SETTINGS = {"lr": 0.1, "weight_decay": 0.1}

@@ -14,7 +14,7 @@ import fsdplite as fsdp
 from fsdplite.errors import ConfigError
 from tests.harness import Counts, run, seeded
 from tests.planning.measure import peak_of
-from tests.planning.models import GPT, Block
+from tests.planning.models import GPT
 
 
 class Chain(nn.Module):
