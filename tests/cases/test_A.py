@@ -218,6 +218,7 @@ def long_sum_of_small_gradients(setup: Setup) -> None:
         assert_rested(model)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_A6_accumulation_in_fp32_under_low_precision_compute(world_size: int) -> None:
     run(world_size, for_each, layouts(world_size), long_sum_of_small_gradients)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdplite as fsdp
-from tests.cases.matrix import DIAGONAL, WORLD_SIZES, Setup, layouts, matrix, wrap
+from tests.cases.matrix import WORLD_SIZES, Setup, layouts, matrix, wrap
 from tests.harness import (
     MLP,
     Stack,
@@ -175,7 +175,7 @@ def not_finite(setup: Setup) -> None:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_G1_ignored_parameters_parts_of_a_model_and_overflow(world_size: int) -> None:
-    setups = [*layouts(world_size), DIAGONAL[2]]
+    setups = [*layouts(world_size), Setup(policy="leaf", prefetch=2, reshard=True)]
     for body in (ignored_counts_once, part_of_the_model, not_finite):
         run(world_size, for_each, setups, body)
 

@@ -54,6 +54,7 @@ def K57_body(root, stage):
     assert report.extra["epoch"] == [1] and report.extra["t"].item() == 5 and report.per_rank["pos"].item() == 7
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_K57_later_changes_do_not_leak_in(tmp_path, world_size):
     for stage in range(4):
@@ -120,6 +121,7 @@ print("end of the program")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind,detail", [("slow", 1.0), ("fail", 28)])
 def test_the_writer_is_drained_at_exit(tmp_path, kind, detail):
     source = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))

@@ -69,6 +69,7 @@ def K01_body(root, numel, background):
     return shard, resident.peak, allocations.largest
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc, to read resident memory from")
 @pytest.mark.parametrize("background", [False, True])
 def test_K01_saving_does_not_gather(tmp_path, background):
@@ -115,6 +116,7 @@ def K104_body(root):
     assert fs.most_open == 1 and most <= 1
 
 
+@pytest.mark.slow
 def test_K104_few_files(tmp_path):
     run(4, K104_body, str(tmp_path), timeout_s=60)
     names = sorted(os.listdir(tmp_path / "step-1"))

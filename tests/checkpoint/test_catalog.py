@@ -23,6 +23,7 @@ def save_filled(root, step, value, n=8, keep=None):
     return fsdp.save_checkpoint(root, model, optimizer, step=step, keep=keep).path
 
 
+@pytest.mark.slow
 def test_K43_the_latest_step_is_a_number(tmp_path):
     for step in (100, 9, 10):
         save_filled(tmp_path, step, float(step))

@@ -204,5 +204,6 @@ def every_optimizer(root):
             assert full_shape(dict(model.named_parameters())[key]) == value.shape and here.world_size == 3
 
 
+@pytest.mark.slow
 def test_state_of_every_element_wise_optimizer(tmp_path):
     run(3, every_optimizer, str(tmp_path), timeout_s=60)

@@ -83,7 +83,9 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(
+    "scenario", [s if s == "new" else pytest.param(s, marks=pytest.mark.slow) for s in SCENARIOS]
+)
 def test_K38_sweep_of_one_rank(tmp_path, scenario):
     step, options = SCENARIOS[scenario]
     good, root = str(tmp_path / "good"), str(tmp_path / "run")

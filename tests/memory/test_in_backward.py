@@ -69,6 +69,7 @@ def rows(folder: str) -> list[tuple]:
     ]
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_bits_of_a_run_without(tmp_path: Any, world_size: int) -> None:
     run(world_size, for_each, rows(str(tmp_path))[: None if world_size < 3 else 5], bits)

@@ -128,6 +128,7 @@ def matrix(world_size: int) -> list[tuple]:
     return rows if world_size < 3 else rows[6:]
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_bits_of_a_run_without(tmp_path: Any, world_size: int) -> None:
     run(world_size, for_each, [(str(tmp_path), *row) for row in matrix(world_size)], lever)

@@ -108,6 +108,7 @@ def filtered_body(folder: str) -> None:
 WRITES = (write_item, write_update, write_again, write_in_place, write_nothing)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_is_written_to_a_state_counts(tmp_path: Any, world_size: int) -> None:
     run(world_size, for_each, [(str(tmp_path), write) for write in WRITES], written_body)

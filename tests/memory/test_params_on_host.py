@@ -43,6 +43,7 @@ def matrix() -> list[tuple]:
     return [*rows, (3, "bf16", loops[1], "SGD")]
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_bits_of_a_run_without(world_size: int) -> None:
     run(world_size, for_each, matrix() if world_size < 3 else matrix()[6:], lever)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdplite as fsdp
 from fsdplite.recompute.budget import Cut, cut_sqrt, cut_within, parse_bytes
 from tests.cases.test_N_memory import LiveBytes
-from tests.harness import Counts, assert_rested, expect_loud, for_each, here, run
+from tests.harness import Counts, assert_rested, expect_loud, for_each, run
 from tests.memory.parts import Layer, Net, assert_same_bits, batch, build, train, whole
 
 LEVERS = ("sqrt", fsdp.recompute_within(1), fsdp.recompute_within("1MiB"), ("auto", "4KB"))
@@ -48,6 +48,7 @@ def matrix(world_size: int) -> list[tuple]:
     return [*rows, ("sqrt", {"stage": 0}, {}), ("sqrt", {"precision": "bf16", "reshard_after_forward": False}, loops[1])]
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_bits_and_collectives_of_a_run_without(world_size: int) -> None:
     run(world_size, for_each, matrix(world_size), same_as_without)
@@ -160,6 +161,7 @@ def lenient(lever: Any, options: dict, loop: dict, depth: int, make: Any = None)
     assert_same_bits(found[1][2], found[0][2])
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_whatever_blocks_do(world_size: int) -> None:
     run(world_size, body_of_shapes)
@@ -369,6 +371,7 @@ def bytes_body() -> list[tuple[int, ...]]:
     return [held_and_peak_bytes(depth, recompute) for recompute in (None, "sqrt") for depth in (4, 16, 64)]
 
 
+@pytest.mark.slow
 def test_activations_grow_as_the_square_root() -> None:
     (found,) = run(1, bytes_body)
     plain, sqrt = found[:3], found[3:]

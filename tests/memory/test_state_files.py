@@ -378,6 +378,7 @@ def program(folder: Any, way: str) -> int:
     return done.returncode
 
 
+@pytest.mark.slow
 def test_files_go_at_exit_and_are_found_after_a_crash(tmp_path: Any) -> None:
     assert program(tmp_path, "raise") == 3 and files(tmp_path) == []
     assert program(tmp_path, "die") == -9

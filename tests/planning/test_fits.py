@@ -68,6 +68,7 @@ def test_remedies_fit_are_sorted_and_tell_saving_and_price(root_only: Plan) -> N
     assert checked
 
 
+@pytest.mark.slow
 def test_changes_are_combined_where_none_is_enough(root_only: Plan) -> None:
     plan = root_only
     error = refusal(plan, int(plan.peak_bytes * 0.3))

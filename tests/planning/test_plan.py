@@ -165,6 +165,7 @@ print("null")
 """
 
 
+@pytest.mark.slow
 def test_the_first_plan_of_a_process_leaves_no_trace_in_random_generators() -> None:
     run_python("-W", "ignore", "-c", LEAVES_NO_TRACE)
 
