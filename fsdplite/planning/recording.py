@@ -30,7 +30,7 @@ from ..recompute.plan import recompute_in_segments
 from ..structure import map_tensors, tensors_in
 from .blueprint import Blueprint
 from .fake_step import ENTER, GRADIENT, IGNORED, LEAVE, OPEN, STOP, FakeStep, StepEvent
-from .live_bytes import LiveBytes
+from .repeated_work import RepeatedWork
 
 __all__ = ["Recording", "record_step"]
 
@@ -145,7 +145,7 @@ def record_step(
     Raises:
         ConfigError: The model cannot run on fake tensors: it reads a value, say.
     """
-    recorder = _Recorder()
+    recorder = _Recorder(mode)
     blocks = find_blocks(model) if segments is not None else []
     names = _prepare(model, blueprint, precision, recorder, mode, methods, watched)
     if segments is not None:
@@ -215,22 +215,9 @@ def _forward_and_backward(
 # ---------------------------------------------------------------------------------------------------------- recording
 
 
-class _FakeLiveBytes(LiveBytes):
-    """Answers some questions itself: where a fake tensor lies, which is asked all the time, and whether two states of
-    random generators are equal, which are real bytes (let them be).
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
-            return args[0].fake_device
-        if func is torch.ops.aten.equal.default and args[0].dtype == torch.uint8:
-            return True
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 class _Recorder:
-    def __init__(self) -> None:
-        self.live = _FakeLiveBytes()
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.live = RepeatedWork(mode)
         self.events: list[StepEvent] = []
         self.casts: set[int] = set()
         self.calls = 0
