@@ -18,6 +18,7 @@ from .collectives import all_gather, broadcast
 from .errors import ConfigError, FSDPError, did_you_mean
 from .flat_param import FlatParameter, owner_of
 from .fsdp_unit import state_of
+from .keywords import known_keywords
 from .local_slice import engine_access, info_of, read_grad
 from .parameter import ShardedParameter
 from .watchdog import Waiting
@@ -25,6 +26,7 @@ from .watchdog import Waiting
 __all__ = ["full_grad", "full_params", "full_state_dict"]
 
 
+@known_keywords
 @contextlib.contextmanager
 def full_params(module: nn.Module, writeback: bool = False, rank0_writes: bool = False) -> Iterator[None]:
     """Inside this context the parameters below ``module`` are full tensors, usable in autograd.
@@ -142,6 +144,7 @@ def _write_back(flat: FlatParameter, whole: torch.Tensor, leaves: dict[int, nn.P
         flat.mark_filled(index)
 
 
+@known_keywords
 def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
     """The whole reduced gradient of one parameter, on every rank; None if it has none.
 
@@ -181,6 +184,7 @@ def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
         return whole[slot.offset : slot.stop].view(slot.shape).clone()
 
 
+@known_keywords
 def full_state_dict(
     model: nn.Module, rank0_only: bool = True, dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:

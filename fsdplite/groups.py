@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import CollectiveError, ConfigError
+from .keywords import known_keywords
 from .stage import Stage
 
 __all__ = ["Groups", "init_distributed", "next_number", "resolve_groups"]
@@ -57,6 +58,7 @@ class Groups:
         return self  # process groups are shared by copies of a model
 
 
+@known_keywords
 def init_distributed(backend: str | None = None, timeout: float | timedelta | None = None) -> torch.device:
     """Join the process group that torchrun's environment variables describe, and return this rank's device.
 

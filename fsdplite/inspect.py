@@ -14,6 +14,7 @@ from .errors import FSDPError
 from .flat_param import FlatParameter
 from .fsdp_unit import state_of
 from .events import Event, Trace
+from .keywords import known_keywords
 
 __all__ = ["UnitInfo", "rest_report", "trace", "units"]
 
@@ -77,6 +78,7 @@ def rest_report(model: nn.Module) -> dict[str, Any]:
     return report
 
 
+@known_keywords
 @contextlib.contextmanager
 def trace(model: nn.Module, on_event: Callable[[Event], None] | None = None) -> Iterator[Trace]:
     """Record every event of the engine inside the block, in order; also those of saves and loads.

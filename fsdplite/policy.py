@@ -15,6 +15,7 @@ from typing import Any, Callable
 from torch import nn
 
 from .errors import PolicyError
+from .keywords import known_keywords
 from .modules import (
     LISTED,
     NamedModules,
@@ -337,11 +338,13 @@ def by_name(*globs: str) -> Policy:
     return _ByName(*globs)
 
 
+@known_keywords
 def by_size(min_numel: int) -> Policy:
     """Units are the modules with at least ``min_numel`` parameter elements that no unit below them took."""
     return _BySize(min_numel)
 
 
+@known_keywords
 def by_predicate(fn: Callable[..., bool]) -> Policy:
     """Units are the modules for which ``fn(module)``, or ``fn(name, module)``, is True."""
     return _ByPredicate(fn)

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from .errors import ConfigError, did_you_mean
+from .keywords import known_keywords
 
 __all__ = ["Precision", "as_precision"]
 
 
+@known_keywords
 @dataclass(frozen=True)
 class Precision:
     """A mixed precision policy.

@@ -10,12 +10,14 @@ import torch
 from .control import OVERFLOW, exchange
 from .errors import ConfigError, GradientError, RankMismatchError
 from .groups import Groups
+from .keywords import known_keywords
 from .local_slice import engine_access, info_of
 from .watchdog import Waiting
 
 __all__ = ["LossScaler"]
 
 
+@known_keywords
 class LossScaler:
     """Scales the loss so that small fp16 gradients survive; the method names are those of ``torch.amp.GradScaler``.
 

@@ -11,10 +11,12 @@ from torch import nn
 from .inspect import UnitInfo, units
 from .local_slice import engine_access
 from .events import format_bytes
+from .keywords import known_keywords
 
 __all__ = ["summary"]
 
 
+@known_keywords
 def summary(model: nn.Module, width: int = 80) -> str:
     """A table of the units: module, parameters, padding, bytes of the shard and of the full buffer, dtypes.
 

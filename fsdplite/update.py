@@ -6,10 +6,12 @@ from torch import nn
 
 from .errors import FSDPError
 from .fsdp_unit import state_of
+from .keywords import known_keywords
 
 __all__ = ["mark_updated"]
 
 
+@known_keywords
 def mark_updated(model: nn.Module) -> None:
     """Say that parameters were written through ``.data``: what was gathered from them is gathered again.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +14,12 @@ from . import optimizer_hooks
 from .collectives import broadcast
 from .control import FLAGS, exchange
 from .dynamo import hide_from_dynamo
-from .errors import ConfigError, UnknownOptionError, WrapError, did_you_mean
+from .errors import ConfigError, WrapError
 from .flat_param import FlatParameter
 from .flat_spec import FlatSpec, group_parameters
 from .fsdp_unit import become_unit, state_of
 from .groups import Groups, next_number, resolve_groups
+from .keywords import known_keywords
 from .low_precision import keep_in_fp32, kept_modules
 from .materialize import Materializer, refuse_gradients, warn_low_precision
 from .module_tree import checked_methods, refuse_suspended
@@ -45,6 +45,7 @@ from .wrap_agreement import check_ranks_agree, describe
 __all__ = ["fsdp_wrap"]
 
 
+@known_keywords
 def fsdp_wrap(
     module: nn.Module,
     policy: Any = None,
@@ -59,7 +60,6 @@ def fsdp_wrap(
     ignored: Iterable[nn.Module | nn.Parameter] = (),
     sync_params: bool = True,
     forward_methods: tuple[str, ...] = (),
-    **unknown: Any,
 ) -> nn.Module:
     """Shard a module over ranks, in place, and return it.
 
@@ -88,8 +88,6 @@ def fsdp_wrap(
     Collective: every rank of the mesh must call it. One small check, then, with ``sync_params``, one broadcast per
     parameter and buffer. Memory: this rank's shards, plus one module's parameters at a time.
     """
-    if unknown:
-        _refuse_unknown(next(iter(unknown)))
     if not isinstance(module, nn.Module):
         raise ConfigError("fsdp_wrap takes a module", expected="an nn.Module", found=type(module).__name__)
     row = stage_of(stage)
@@ -330,13 +328,6 @@ class _Wrapping:
             low = [n for flat in state.flats if flat.trainable and flat.dtype.itemsize == 2 for n in flat.names]
             if low:
                 warn_low_precision(low, state.name)
-
-
-def _refuse_unknown(name: str) -> None:
-    options = [p.name for p in inspect.signature(fsdp_wrap).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    raise UnknownOptionError(
-        "fsdp_wrap has no such option", expected=", ".join(options), found=f"{name!r}" + did_you_mean(name, options)
-    )
 
 
 def _refuse_subclass(parameter: nn.Parameter, name: str) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError, ConfigError
+from ..keywords import known_keywords
 from .failure import from_os_error
 from .manifest import MANIFEST, Manifest, decode, step_directory
 from .remote import file_system
@@ -92,6 +93,7 @@ def root_path(root: Any) -> str:
     return os.path.abspath(path)
 
 
+@known_keywords
 def list_checkpoints(root: Any) -> list[CheckpointInfo]:
     """The published checkpoints in ``root``, lowest step first. Other things in it are left alone and not listed.
 
@@ -118,6 +120,7 @@ def list_checkpoints(root: Any) -> list[CheckpointInfo]:
     return [CheckpointInfo(manifest.step, path, manifest.world_size, manifest.total_bytes) for path, manifest in found]
 
 
+@known_keywords
 def latest_step(root: Any) -> int | None:
     """The highest published step in ``root``, None if there is none. Paths are as in :func:`list_checkpoints`."""
     found = list_checkpoints(root)

@@ -8,6 +8,7 @@ import secrets
 from typing import TYPE_CHECKING, Any, Iterator
 
 from ..errors import ConfigError, did_you_mean
+from ..keywords import known_keywords
 from .catalog import load_manifest, make_directories, remove_tree, root_path
 from .dtypes import ITEMSIZE
 from .failure import from_os_error
@@ -31,6 +32,7 @@ _LONG_WORDS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float1
 _CAST_FROM = {"F64", "F32", "F16", "BF16"}  # float8 values stay what they are
 
 
+@known_keywords
 def export_safetensors(
     path: Any, out_dir: Any, *, dtype: torch.dtype | str | None = None, max_shard_bytes: int = 5_000_000_000
 ) -> list[str]:

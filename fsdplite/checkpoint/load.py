@@ -14,6 +14,7 @@ from torch import nn
 from ..errors import CheckpointError, RankMismatchError
 from ..user_warning import warn_user
 from . import background, catalog, model_state
+from ..keywords import known_keywords
 from .agree import Agreement
 from .find import find_step
 from .manifest import MANIFEST, Manifest, decode
@@ -52,6 +53,7 @@ class LoadReport:
     notes: list[str] = field(default_factory=list)
 
 
+@known_keywords
 def load_checkpoint(
     root: Any,
     model: nn.Module,

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..errors import CheckpointError, ConfigError
 from . import model_state
+from ..keywords import known_keywords
 from .agree import Agreement
 from .catalog import PUBLISHED, root_path
 from .dtypes import ITEMSIZE
@@ -30,6 +31,7 @@ __all__ = ["load_safetensors"]
 Rename = Callable[[str], str | None] | Mapping[str, str | None] | None
 
 
+@known_keywords
 def load_safetensors(model: nn.Module, folder: Any, *, rename: Rename = None, strict: bool = True) -> LoadReport:
     """Load weights from a folder of safetensors files, as Hugging Face lays them out, into a model, wrapped or not.
 

@@ -15,6 +15,7 @@ from ..errors import CheckpointError, ConfigError
 from ..user_warning import warn_user
 from . import background as background_saves
 from . import catalog, snapshot
+from ..keywords import known_keywords
 from .agree import Agreement
 from .background import SaveHandle, Staging
 from .dtypes import ITEMSIZE
@@ -29,6 +30,7 @@ from .writer import Part, Written, write_rank_file
 __all__ = ["save_checkpoint"]
 
 
+@known_keywords
 def save_checkpoint(
     root: Any,
     model: nn.Module,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import CheckpointError
+from ..keywords import known_keywords
 from .catalog import load_manifest, root_path
 from .dtypes import ITEMSIZE
 from .find import locate
@@ -64,6 +65,7 @@ class Verification:
         return not self.problems
 
 
+@known_keywords
 def verify_checkpoint(path: Any) -> Verification:
     """Read all of one checkpoint and compare every checksum. Writes nothing.
 

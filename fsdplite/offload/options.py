@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError, did_you_mean
+from ..keywords import known_keywords
 
 __all__ = ["Offload", "as_offload"]
 
 _DEFAULT_BUFFER_BYTES = 32 * 2**20
 
 
+@known_keywords
 @dataclass(frozen=True)
 class Offload:
     """What rests in host memory or on a disk, for ``fsdp_wrap(..., offload=...)``. Each is a switch of its own.

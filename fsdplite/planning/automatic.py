@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from ..errors import ConfigError, FSDPError, PolicyError, UnknownOptionError, did_you_mean
+from ..errors import ConfigError, FSDPError, PolicyError, UnknownOptionError
 from ..events import format_bytes
+from ..keywords import refuse_unknown
 from ..modules import has_forward, user_name
 from ..policy import Policy, by_class, by_name
 from ..recompute.blocks import find_blocks
@@ -214,16 +215,11 @@ _CHOSEN = ("policy", "prefetch", "reshard_after_forward", "recompute")
 
 
 def _refuse_unknown(options: dict[str, Any]) -> None:
-    known = ["budget", "bandwidth", "latency", "flops", "topology", "world_size", *DEFAULTS]
     for name in options:
         if name in _CHOSEN:
             raise UnknownOptionError(f"auto chooses {name} itself", cure=f"leave {name} out")
-        if name not in known:
-            raise UnknownOptionError(
-                "auto has no such option",
-                expected=", ".join(name for name in known if name not in _CHOSEN),
-                found=f"{name!r}" + did_you_mean(name, known),
-            )
+    known = ["budget", "bandwidth", "latency", "flops", "topology", "world_size", *DEFAULTS]
+    refuse_unknown("auto", options, [name for name in known if name not in _CHOSEN])
 
 
 def _world_size() -> int:

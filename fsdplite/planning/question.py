@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..errors import ConfigError, UnknownOptionError, did_you_mean
+from ..errors import ConfigError
+from ..keywords import refuse_unknown
 from ..offload.options import Offload, as_offload
 from ..module_tree import checked_ignored, checked_methods
 from ..policy import Policy, as_policy
@@ -170,7 +171,7 @@ def ask(model: Any, world_size: int | None, options: dict[str, Any]) -> Question
     Raises:
         ConfigError, UnknownOptionError: An option cannot be used; says what can.
     """
-    _refuse_unknown(options, DEFAULTS)
+    refuse_unknown("a plan", options, ["world_size", *DEFAULTS])
     chosen = {**DEFAULTS, **options}
     mesh = _mesh(world_size, chosen["mesh"])
     size = mesh[0] * mesh[1]
@@ -200,7 +201,7 @@ def ask_again(question: Question, changes: dict[str, Any]) -> Question:
         ConfigError, UnknownOptionError: As :func:`ask` does.
     """
     changeable = [name for name in DEFAULTS if name not in ("ignored", "forward_methods")]
-    _refuse_unknown(changes, ["world_size", *changeable])
+    refuse_unknown("a plan", changes, ["world_size", *changeable])
     changes = dict(changes)
     mesh = question.mesh
     if "world_size" in changes or "mesh" in changes:
@@ -222,16 +223,6 @@ def ask_again(question: Question, changes: dict[str, Any]) -> Question:
     if "loss_of" in changes:
         found["loss_of"] = changes["loss_of"] or default_loss
     return (question.afresh if "inputs" in changes or "loss_of" in changes else question.but)(**found)
-
-
-def _refuse_unknown(options: dict[str, Any], known: Iterable[str]) -> None:
-    for name in options:
-        if name not in known:
-            raise UnknownOptionError(
-                "a plan has no such option",
-                expected=", ".join(known),
-                found=f"{name!r}" + did_you_mean(name, known),
-            )
 
 
 _CHECKED = ("stage", "policy", "precision", "optimizer", "recompute", "offload", "prefetch", "reshard_after_forward",

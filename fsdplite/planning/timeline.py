@@ -17,6 +17,7 @@ from rich.table import Table
 
 from ..errors import ConfigError
 from ..events import format_bytes
+from ..keywords import known_keywords
 from .prediction import Plan
 from .topology import Topology
 
@@ -122,6 +123,7 @@ class Timeline:
         return console.file.getvalue()
 
 
+@known_keywords
 def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
     """Play a plan's step on a cluster.
 

@@ -9,6 +9,7 @@ from math import ceil, inf, log, log2, sqrt
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from ..keywords import known_keywords
 
 if TYPE_CHECKING:
     from .prediction import Plan
@@ -20,6 +21,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+@known_keywords
 @dataclass(frozen=True)
 class Link:
     """What connects ranks.
@@ -38,6 +40,7 @@ class Link:
             raise ConfigError("a link has a bandwidth and a latency", expected="> 0 and >= 0", found=repr(self))
 
 
+@known_keywords
 @dataclass(frozen=True)
 class Topology:
     """A cluster. The defaults are those of eight H100 a node, each with a 400 Gb/s network card.

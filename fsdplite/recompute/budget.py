@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError
+from ..keywords import known_keywords
 
 __all__ = ["Cut", "RecomputeWithin", "cut_sqrt", "cut_within", "parse_bytes", "recompute_within"]
 
@@ -22,6 +23,7 @@ class RecomputeWithin:
     budget_bytes: int
 
 
+@known_keywords
 def recompute_within(budget: int | str) -> RecomputeWithin:
     """For ``fsdp_wrap(..., recompute=...)``: recompute as little as keeps activations of the blocks within a budget.
 

@@ -132,6 +132,7 @@ def test_wrong_options_are_named() -> None:
     made = torch.optim.SGD(model.parameters())
     for error, needle, call in (
         (UnknownOptionError, "did you mean 'stage'", lambda: plan.but(stgae=2)),
+        (UnknownOptionError, "did you mean 'world_size'", lambda: fsdp.plan(linear, wordl_size=2)),
         (ConfigError, "replicas", lambda: plan.but(mesh=(2, 2)).but(world_size=8)),
         (ConfigError, "disagree", lambda: plan.but(world_size=4, mesh=(3, 2))),
         (ConfigError, "there is no such rank", lambda: plan.but(rank=2)),
