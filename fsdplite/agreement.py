@@ -8,15 +8,27 @@ from typing import TYPE_CHECKING
 from . import events
 from .control import ORDER, USE, exchange, exchange_texts
 from .errors import RankMismatchError, unit_label
+from .gradient_buffer import DROPPED, HAD, KEPT, LACKED, USED
 from .order import KINDS, OUTSIDE, REDUCE, Order
 from .watchdog import Waiting
 
 if TYPE_CHECKING:
+    from .flat_param import FlatParameter
     from .groups import Groups
     from .schedule import Schedule
     from .unit import UnitState
 
 __all__ = ["Agreement"]
+
+_HAD_AND_LACKED = HAD | LACKED
+_KEPT_AND_DROPPED = KEPT | DROPPED
+_IS_USED = bytes(flags & USED for flags in range(256))
+_WHAT_WAS_THERE = {
+    HAD: "a gradient was there",
+    LACKED: "none was there",
+    KEPT: "an unreduced one was kept",
+    DROPPED: "an unreduced one was dropped",
+}
 
 
 class Agreement:
@@ -43,14 +55,17 @@ class Agreement:
         """The same for a collective outside forward and backward: one of ``OUTSIDE``."""
         self.agree((len(KINDS) << 32) + unit.index * len(OUTSIDE) + OUTSIDE.index(what), unit, what)
 
-    def compare(self, used: bytearray) -> bytearray:
+    def compare(self, flats: list[FlatParameter]) -> bytes:
         """At the end of a synchronised backward: was the order the same everywhere since the last comparison?
 
         Args:
-            used: Per parameter: 1 if this rank has a gradient of it.
+            flats: Those with trainable parameters. Ignored parameters follow.
 
         Returns:
-            Per parameter: 1 if any rank has.
+            Per parameter: 1 if any rank has a gradient of it.
+
+        Raises:
+            RankMismatchError: The order differs, or gradients of earlier backwards are there on some ranks only.
 
         Collective: one message on the control group.
         """
@@ -59,13 +74,32 @@ class Agreement:
         waiting = self.waiting(schedule.root, "order check at the end of backward")
         # Each rank divides its own shard, so a divisor that differs would show nowhere.
         value = schedule.order.hash ^ hash(schedule.divide_factor or 0.0)
-        merged = exchange(groups, ORDER, value, used, waiting)
+        flags = bytearray().join(flat.gradient.flags() for flat in flats) + schedule.ignored.flags()
+        merged = exchange(groups, ORDER, value, flags, waiting)
         if merged is None:
             self._report(groups, waiting)
+        for index, both in enumerate(merged):
+            if both & _HAD_AND_LACKED == _HAD_AND_LACKED or both & _KEPT_AND_DROPPED == _KEPT_AND_DROPPED:
+                self._refuse_unequal_sums(flats, index, flags, waiting)
         if events.active is not None and groups.control is not None:
-            events.active.emit("check", schedule.root.name, len(used))
+            events.active.emit("check", schedule.root.name, len(flags))
         schedule.order.restart_hash()
-        return merged
+        return merged.translate(_IS_USED)
+
+    def _refuse_unequal_sums(self, flats: list[FlatParameter], index: int, flags: bytearray, waiting: Waiting) -> None:
+        """Gradients are added to what earlier backwards brought on some ranks, and to nothing on others."""
+        groups = self._schedule().groups
+        names = [name for flat in flats for name in flat.names] + self._schedule().ignored.names
+        told = zip(groups.ranks, exchange_texts(groups, flags[index], waiting))
+        found = [(rank, [text for flag, text in _WHAT_WAS_THERE.items() if own & flag]) for rank, own in told]
+        raise RankMismatchError(
+            "ranks add gradients to different ones: zero_grad() was called on some of them only",
+            expected="gradients of earlier backwards on all ranks, or on none",
+            found="; ".join(f"rank {rank}: {', '.join(texts)}" for rank, texts in found if texts),
+            parameter=names[index],
+            rank=groups.rank,
+            cure="call zero_grad() on every rank, at the same point of the step, and then run this step again",
+        )
 
     def _trail(self) -> list[str]:
         schedule = self._schedule()

@@ -27,7 +27,7 @@ _VALUE_BYTES = 7
 
 
 def exchange(groups: Groups, kind: int, value: int, flags: bytes | bytearray, waiting: Waiting) -> bytearray | None:
-    """Compare ``kind`` and ``value`` (its low 56 bits) on all ranks and merge ``flags`` by maximum.
+    """Compare ``kind`` and ``value`` (its low 56 bits) on all ranks and merge ``flags`` bit by bit (or).
 
     Returns:
         The merged flags, or None, on every rank, if any rank sent another kind or value.
@@ -41,7 +41,7 @@ def exchange(groups: Groups, kind: int, value: int, flags: bytes | bytearray, wa
     message = bytearray(stamp) + bytearray(255 - byte for byte in stamp) + bytearray(flags)
     message += bytearray(-len(message) % _MESSAGE_BYTES)
     data = torch.frombuffer(message, dtype=torch.uint8)
-    all_reduce(data, groups.control, groups, waiting, op=dist.ReduceOp.MAX).wait()
+    all_reduce(data, groups.control, groups, waiting, op=dist.ReduceOp.BOR).wait()
     if any(message[i] + message[head + i] != 255 for i in range(head)):
         return None
     return message[2 * head : 2 * head + len(flags)]

@@ -343,7 +343,7 @@ class FlatParameter:
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop the users' gradients and what is pending, also while modules see other tensors (``full_params``)."""
         if self.gradient is not None and self.gradient.is_pending:
-            self.gradient.release()
+            self.gradient.drop_all()
         with engine_access():
             for user in self.users:
                 gradient = read_grad(user)

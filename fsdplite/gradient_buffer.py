@@ -22,7 +22,11 @@ from .watchdog import Waiting
 if TYPE_CHECKING:
     from .flat_param import FlatParameter
 
-__all__ = ["WAITING_FRACTION", "GradientBuffer", "GradientShard"]
+__all__ = ["DROPPED", "HAD", "KEPT", "LACKED", "USED", "WAITING_FRACTION", "GradientBuffer", "GradientShard"]
+
+# What a rank tells the others about a parameter: it contributes a gradient; the backward found a reduced gradient there,
+# or none; what an unsynchronised backward had left was still there, or was dropped.
+USED, HAD, LACKED, KEPT, DROPPED = 1, 2, 4, 8, 16
 
 WAITING_FRACTION = 8  # the buffer is allocated when more than 1/8 of it has arrived
 
@@ -65,6 +69,7 @@ class GradientBuffer:
         self.is_pending = False
         self._is_taking = False  # this backward has brought gradients since the last reduction
         self._is_resumed = False  # this backward adds to what an unsynchronised one left
+        self._left = bytearray(count)  # per parameter: KEPT or DROPPED since the last, unsynchronised, backward
         self._waiting: dict[int, torch.Tensor] = {}  # gradients that are not in the buffer yet
         self._waiting_numel = 0
         self._reducing: tuple[Pending | None, torch.Tensor] | None = None
@@ -136,13 +141,16 @@ class GradientBuffer:
         if self.is_pending and not self._is_resumed:
             self._is_resumed = True
             self.drop_forgotten()
+            for index, is_filled in enumerate(self.filled):
+                if is_filled:
+                    self._left[index] |= KEPT
 
     def drop_forgotten(self) -> None:
         """``zero_grad()`` after an unsynchronised backward set ``.grad`` to None: what was pending goes too."""
         with engine_access():
             for index, user in enumerate(self._flat().users):
                 if self.filled[index] and read_grad(user) is None:
-                    self.filled[index] = 0
+                    self._forget(index)
         if 1 not in self.filled:
             self.release()
 
@@ -155,13 +163,24 @@ class GradientBuffer:
 
     def drop(self, index: int) -> None:
         """Drop the pending part of one parameter."""
-        self.filled[index] = 0
+        self._forget(index)
         user = self._flat().users[index]
         with engine_access():
             if type(read_grad(user)) is PendingGrad:
                 write_grad(user, None)
         if 1 not in self.filled:
             self.release()
+
+    def drop_all(self) -> None:
+        """Drop what is pending of every parameter."""
+        for index, is_filled in enumerate(self.filled):
+            if is_filled:
+                self._forget(index)
+        self.release()
+
+    def _forget(self, index: int) -> None:
+        self.filled[index] = 0
+        self._left[index] |= DROPPED
 
     def release(self) -> None:
         """Free the full-size buffer and forget what is in it."""
@@ -294,6 +313,18 @@ class GradientBuffer:
         self.lane.synchronize()
         self._flat().resting.wait()
 
+    def flags(self) -> bytearray:
+        """Per parameter, what the other ranks have to know of it. Nothing of earlier gradients where no element is here:
+        a program may leave such slices out of its optimizer, and of ``zero_grad``."""
+        flags = bytearray(self.used)
+        with engine_access():
+            for index, user in enumerate(self._flat().users):
+                gradient = read_grad(user)
+                if self._chunk_of[index] >= 0:
+                    flags[index] |= LACKED if gradient is None or type(gradient) is PendingGrad else HAD
+                flags[index] |= self._left[index]
+        return flags
+
     def bind(self, used: bytes | bytearray) -> list[int]:
         """Give the users their gradients. ``used`` says which parameters any rank had a gradient for.
 
@@ -302,6 +333,7 @@ class GradientBuffer:
         flat = self._flat()
         bound = [index for index, flag in enumerate(used) if flag]
         self.used = bytearray(len(self.used))
+        self._left = bytearray(len(self._left))
         result, self._result = self._result, None
         if result is not None:
             flat.resting.wait()
@@ -354,6 +386,7 @@ class GradientBuffer:
         """After an unsynchronised backward: ``.grad`` shows that something is there, and refuses to be used."""
         self.is_pending = True
         self._is_taking = self._is_resumed = False
+        self._left = bytearray(len(self._left))
         flat = self._flat()
         with engine_access():
             for index, user in enumerate(flat.users):
@@ -374,6 +407,7 @@ class GradientBuffer:
             self._reducing = None
         self._result = None
         self.used = bytearray(len(self.used))
+        self._left = bytearray(len(self._left))
         self.release()
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from . import events
 from .collectives import all_reduce
 from .errors import GradientError
+from .gradient_buffer import HAD, LACKED, USED
 from .watchdog import Waiting
 
 if TYPE_CHECKING:
@@ -82,9 +83,12 @@ class IgnoredGradients:
         with torch.no_grad():
             self._local[index] = gradient if local is None else local + gradient
 
-    def used(self) -> bytearray:
-        """Per parameter: whether this rank has a local gradient."""
-        return bytearray(int(local is not None) for local in self._local)
+    def flags(self) -> bytearray:
+        """Per parameter: whether this rank has a local gradient, and an averaged one of earlier backwards."""
+        return bytearray(
+            (USED if local is not None else 0) | (LACKED if p.grad is None or p.grad is local else HAD)
+            for p, local in zip(self.parameters, self._local)
+        )
 
     def reduce(self, used: bytes | bytearray) -> None:
         """Average what any rank has. Collective: one all-reduce per used parameter over the whole mesh."""

@@ -301,8 +301,7 @@ class Schedule:
                 self._reduce(unit)
         if any(unit.requires_sync for unit in self.units):
             flats = [flat for unit in self.units for flat in unit.flats if flat.trainable]
-            used = bytearray().join(flat.gradient.used for flat in flats) + self.ignored.used()
-            used = self.agreement.compare(used)
+            used = self.agreement.compare(flats)
             self.finish_reductions()
             if self.root.requires_sync:
                 self.ignored.reduce(used[sum(len(flat.users) for flat in flats) :])
