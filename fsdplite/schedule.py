@@ -22,6 +22,7 @@ from .ignored import IgnoredGradients
 from .order import BACKWARD, FORWARD, KINDS, REDUCE, Order, Pass
 from .local_slice import engine_access
 from .recompute import passes
+from .replicas import refuse_unequal_replicas
 from .saved_weights import guard_saved_weights, stop_guarding
 from .unfilled import Unfilled
 from .unit import Call, UnitState, current_task
@@ -58,6 +59,7 @@ class Schedule:
         self.divide_factor: float | None = None
         self.ignored = IgnoredGradients(self)
         self.unfilled = Unfilled()
+        self.trusts_replicas = True  # set by wrap: False until replicas that nobody made equal have been compared
         self.regroup: Any = None  # set by wrap: splits a frozen flat parameter when some of it is unfrozen
         self.offload: Any = None  # set by wrap: where an offloaded optimizer keeps its state
         self.updates: Callable[[], Any] = lambda: None  # an optimizer's updates that start in backward
@@ -108,6 +110,9 @@ class Schedule:
         self.follow_requires_grad()
         if self.unfilled:
             self.unfilled.refuse(self.groups.rank)
+        if not self.trusts_replicas:
+            refuse_unequal_replicas(self.groups, [flat for u in self.units for flat in u.flats], self.ignored)
+            self.trusts_replicas = True
         for lane in {id(flat.gather_lane): flat.gather_lane for u in self.units for flat in u.flats}.values():
             lane.wait_for_compute()  # the optimizer's writes come before the casts of this step
         with_grad = torch.is_grad_enabled()
@@ -403,6 +408,7 @@ class Schedule:
         twin.regroup = self.regroup
         twin.offload = self.offload
         twin.unfilled = self.unfilled.copy()
+        twin.trusts_replicas = self.trusts_replicas
         twin.step = self.step
         twin.ignored = IgnoredGradients(twin)
         twin.ignored.copy_from(self.ignored, memo)

@@ -288,6 +288,7 @@ class _Wrapping:
     def _schedule(self, states: list[tuple[UnitSpec, UnitState]]) -> Schedule:
         schedule = Schedule(states[0][1], next_number(self.groups), on_cpu=self.device.type == "cpu")
         schedule.regroup = split_frozen
+        schedule.trusts_replicas = self.sync
         schedule.offload = self.offload
         by_module = {id(spec.module): state for spec, state in states}
         nested = {id(m): name for name, m in self.plan.nested}
@@ -307,6 +308,7 @@ class _Wrapping:
                     flat.rename(prefix)
                 schedule.add(state)
         for old, prefix in absorbed.values():
+            schedule.trusts_replicas &= old.trusts_replicas
             schedule.unfilled.update({prefix + name: place for name, place in old.unfilled.items()})
             for name, parameter in old.ignored.release():
                 schedule.ignored.add(prefix + name, parameter)
