@@ -39,7 +39,7 @@ class Agreement:
 
     def waiting(self, unit: UnitState, phase: str) -> Waiting:
         """What a rank says it waits for, should it get stuck."""
-        return Waiting(unit.name, phase, self._schedule().step, self._trail)
+        return Waiting(unit.name, phase, self._schedule().step, self._trail, self._lacking)
 
     def agree(self, code: int, unit: UnitState, phase: str) -> None:
         """Before a collective that no record predicts: raise on every rank unless all are about to do the same.
@@ -153,6 +153,15 @@ class Agreement:
             if 0 < len(missing) < len(arrived):
                 lacking[str(unit.index)] = missing[:5]
         return lacking
+
+    def _lacking(self) -> str:
+        """The same in words, for a rank that is stuck: the others may have reduced such a unit."""
+        schedule = self._schedule()
+        return "".join(
+            f", without a gradient of {', '.join(names)} of unit {unit_label(schedule.units[int(index)].name)}, which "
+            "has others"
+            for index, names in (self._unfinished() if schedule is not None else {}).items()
+        )
 
     def _refuse_unequal_use(self, groups: Groups, codes: list, unfinished: tuple, found: str) -> None:
         """Some ranks have all gradients of a unit and others do not, because they used other parameters of it."""

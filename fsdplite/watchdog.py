@@ -30,13 +30,22 @@ _PREFIX = "fsdplite/stuck"
 class Waiting:
     """What a rank waits for: the unit, the phase and the step."""
 
-    __slots__ = ("phase", "step", "trail", "unit")
+    __slots__ = ("lacking", "phase", "step", "trail", "unit")
 
-    def __init__(self, unit: str, phase: str, step: int, trail: Callable[[], list[str]] | None = None) -> None:
+    def __init__(
+        self,
+        unit: str,
+        phase: str,
+        step: int,
+        trail: Callable[[], list[str]] | None = None,
+        lacking: Callable[[], str] | None = None,
+    ) -> None:
         self.unit = unit
         self.phase = phase
         self.step = step
-        self.trail = trail  # what this rank did since ranks were last alike, asked only when it is stuck
+        # Asked only when the rank is stuck:
+        self.trail = trail  # what it did since ranks were last alike
+        self.lacking = lacking  # which gradients it lacks of units that have others
 
     def __str__(self) -> str:
         return f"{self.phase} of unit {unit_label(self.unit)} in step {self.step}"
@@ -44,7 +53,7 @@ class Waiting:
 
 def diagnose(groups: Groups, waiting: Waiting, cause: BaseException | str) -> CollectiveError:
     """Exchange notes with the other ranks of ``groups`` and return the error to raise."""
-    known = {groups.rank: _Note(str(waiting), waiting.trail() if waiting.trail is not None else [])}
+    known = {groups.rank: _note(waiting)}
     notes = []
     try:
         known |= _exchange_notes(groups, known[groups.rank])
@@ -77,6 +86,11 @@ class _Note:
 
     place: str
     trail: list[str]
+
+
+def _note(waiting: Waiting) -> _Note:
+    lacking = waiting.lacking() if waiting.lacking is not None else ""
+    return _Note(str(waiting) + lacking, waiting.trail() if waiting.trail is not None else [])
 
 
 def _where_apart(trails: dict[int, list[str]]) -> str | None:

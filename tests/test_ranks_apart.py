@@ -152,6 +152,20 @@ def test_ranks_that_use_different_parameters_of_a_unit_with_units_inside() -> No
     run(2, unequal_routes, fresh=True, pg_timeout_s=5)
 
 
+def unequal_routes_later() -> None:
+    """A step that a record predicts asks nobody first, so this ends with the time-out; the error says what differs."""
+    model = nn.Sequential(Routed())
+    fsdp.fsdp_wrap(model, fsdp.by_name("0", "0.inner"))
+    for _ in range(2):
+        model(2).backward()
+    lacking = "without a gradient of 0.experts.1.w of unit '0', which has others"
+    expect_loud(lambda: model(2 - here.rank).backward(), "rank 0: reduce-scatter of unit '0'", lacking)
+
+
+def test_ranks_that_use_different_parameters_in_a_later_step() -> None:
+    run(2, unequal_routes_later, fresh=True, pg_timeout_s=3)
+
+
 def absent_from_wrapping() -> None:
     if here.rank == 0:
         expect_loud(lambda: fsdp.fsdp_wrap(Vec(4, 1.0)), "missing: ranks [1]", "fsdp_wrap on every rank")
