@@ -69,6 +69,7 @@ class FlatParameter:
         self.resting = resting
         with torch.inference_mode(False):
             self.shard = resting.zeros(self.layout.shard_numel, self.dtype)
+            self.slices = self._cut(self.shard)  # of each parameter, this rank's part of the master
         self.unit: UnitState | None = None
         self.gather_lane = lane_for(device, "gather")
         self.generation = 0  # how often the shard has been changed
@@ -169,7 +170,7 @@ class FlatParameter:
         with self.gather_lane:
             if not self.is_unsharded:
                 self._storage.resize_(self.full_bytes)
-            self.resting.fetch(self._own_slot, self.shard, self.gather_lane, self.generation)
+            self.resting.fetch(self._own_slot, self, self.gather_lane)
             if self.resting.is_elsewhere and events.active is not None:
                 events.active.emit("from_host", self.unit_name, self._own_slot.numel() * self._own_slot.element_size())
             if self.groups.shard is not None:
@@ -272,6 +273,14 @@ class FlatParameter:
 
     # ------------------------------------------------------------------ the shard
 
+    def _cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        ranges = (self.layout.shard_slice(index, self.groups.shard_rank) for index in range(len(self.layout.slots)))
+        return [shard[start:stop] for start, stop in ranges]
+
+    def copy_masters(self, into: torch.Tensor) -> None:
+        """The shard's values, cast where the dtypes differ."""
+        into.copy_(self.shard)
+
     def mark_updated(self) -> None:
         """The shard was changed: whatever holds gathered values is stale."""
         self.generation += 1
@@ -286,9 +295,8 @@ class FlatParameter:
     def place(self, index: int, value: torch.Tensor) -> None:
         """Write this rank's part of a whole parameter into the shard (cast to the master dtype)."""
         low, high = self.layout.local_range(index, self.groups.shard_rank)
-        start, stop = self.layout.shard_slice(index, self.groups.shard_rank)
         if high > low:
-            self.shard[start:stop].copy_(value.detach().reshape(-1)[low:high])
+            self.slices[index].copy_(value.detach().reshape(-1)[low:high])
         self.unfilled.discard(index)
         self.generation += 1
 
@@ -301,7 +309,7 @@ class FlatParameter:
         with torch.inference_mode(False):
             whole = torch.empty(self.layout.padded_numel, dtype=dtype or self.dtype, device=self.device)
         start, stop = self.layout.shard_range(self.groups.shard_rank)
-        whole[start:stop].copy_(self.shard)
+        self.copy_masters(whole[start:stop])
         if self.groups.shard is not None:
             all_gather(whole, whole[start:stop], self.groups, waiting).wait()
         return whole
@@ -309,12 +317,11 @@ class FlatParameter:
     def adopt(self, index: int) -> None:
         """Make the user's parameter this rank's slice, keeping the object."""
         user = self.users[index]
-        start, stop = self.layout.shard_slice(index, self.groups.shard_rank)
         with engine_access(), torch.no_grad(), torch.inference_mode(False):
             if user.is_meta or user.is_inference():  # .data of such cannot be set; swapping contents keeps the object
-                real = nn.Parameter(self.shard[start:stop], requires_grad=user.requires_grad)
+                real = nn.Parameter(self.slices[index], requires_grad=user.requires_grad)
                 torch.utils.swap_tensors(user, real)
-            user.data = self.shard[start:stop]
+            user.data = self.slices[index]
             hooks = getattr(user, "_post_accumulate_grad_hooks", None)
             if hooks:
                 self.post_accumulate_hooks.adopt(index, hooks)
@@ -390,7 +397,8 @@ class FlatParameter:
             setattr(copy, name, getattr(self, name))
         copy.all_names = list(self.all_names)
         copy.resting = self.resting.twin()
-        copy.shard = copy.resting.clone(self.shard)
+        copy.shard = copy.resting.zeros(self.layout.shard_numel, self.dtype)
+        self.copy_masters(copy.shard)
         copy.unit = None
         copy.generation = 0
         copy.gathered_generation = -1
@@ -400,10 +408,10 @@ class FlatParameter:
         copy.post_accumulate_hooks = self.post_accumulate_hooks.copy()
         copy.binding = Binding([])
         copy.users = []
+        copy.slices = copy._cut(copy.shard)
         for index, user in enumerate(self.users):
-            start, stop = self.layout.shard_slice(index, self.groups.shard_rank)
             with engine_access(), torch.inference_mode(False), torch.no_grad():
-                twin = nn.Parameter(copy.shard[start:stop], requires_grad=user.requires_grad)
+                twin = nn.Parameter(copy.slices[index], requires_grad=user.requires_grad)
                 for key, value in user.__dict__.items():
                     if not key.startswith("_fsdp"):
                         setattr(twin, key, value)

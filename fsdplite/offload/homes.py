@@ -160,9 +160,13 @@ class Home:
                     continue
                 if group is None:
                     continue
-                value = _on_host(self.flat.shard[piece.start : piece.stop].detach())
+                value = _on_host(self._master(piece))
                 found.append((piece, Entry(value, _on_host(gradient), group, self._state_before(piece, part))))
         return found
+
+    def _master(self, piece: Piece) -> torch.Tensor:
+        """A piece of the parameters, where they rest."""
+        return self.flat.slices[piece.index][piece.offset : piece.offset + piece.numel]
 
     def _state_before(self, piece: Piece, part: Place) -> dict[str, Any]:
         kept = self._kept.get(piece.index)
@@ -176,8 +180,8 @@ class Home:
         """Keep what an update has made of a piece."""
         if self.writes_mirror:
             self.flat.resting.write_mirror(piece.start, entry.value)
-        if self.flat.shard.device.type != "cpu":
-            self.flat.shard[piece.start : piece.stop].copy_(entry.value)
+        if entry.value.device != (master := self._master(piece)).device:
+            master.copy_(entry.value)
         self._absorb_state(piece, entry.state, part)
 
     def _absorb_state(self, piece: Piece, state: dict[str, Any], part: Place) -> None:
@@ -272,7 +276,7 @@ class Home:
     def start(self, index: int, first_state: Callable[[torch.Tensor], dict[str, Any]]) -> None:
         """Give a parameter what ``first_state(values)`` returns, piece by piece."""
         for piece in self._pieces[index]:
-            values = _on_host(self.flat.shard[piece.start : piece.stop].detach())
+            values = _on_host(self._master(piece))
             self._absorb_state(piece, first_state(values), self.store.part)
         left = self._left.pop(index)
         if left.keys:

@@ -7,9 +7,14 @@ Rajbhandari et al., "ZeRO-Infinity", 2021; Ren et al., "ZeRO-Offload", 2021.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ..streams import Lane, lane_for
+
+if TYPE_CHECKING:
+    from ..flat_param import FlatParameter
 
 __all__ = ["OnDevice", "OnHost", "copy"]
 
@@ -39,21 +44,15 @@ class OnDevice:
         """The same for another flat parameter."""
         return self
 
-    def clone(self, shard: torch.Tensor) -> torch.Tensor:
-        twin = self.zeros(shard.numel(), shard.dtype)
-        twin.copy_(shard)
-        return twin
-
-    def fetch(self, into: torch.Tensor, shard: torch.Tensor, lane: Lane, generation: int) -> None:
+    def fetch(self, into: torch.Tensor, flat: FlatParameter, lane: Lane) -> None:
         """Copy a shard into memory of the device that computes, in the order of ``lane``, which is entered.
 
         Args:
             into: In the compute dtype.
-            shard: The master.
+            flat: Whose shard.
             lane: Of the gather.
-            generation: How often the shard has been changed.
         """
-        into.copy_(shard)
+        flat.copy_masters(into)
 
     def bring(self, reduced: torch.Tensor, lane: Lane) -> torch.Tensor:
         """Bring a reduced gradient to its place of rest; ``lane``, which is entered, has made it. Read it after
@@ -106,17 +105,14 @@ class OnHost(OnDevice):
             self.mirror = torch.zeros(numel, dtype=self._mirror_dtype, device="cpu", pin_memory=self._pin)
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self._pin)
 
-    def fetch(self, into: torch.Tensor, shard: torch.Tensor, lane: Lane, generation: int) -> None:
-        source = shard
-        if self.mirror is not None:
-            source = self.mirror
-            if self._generation != generation:
-                self.wait()
-                source.copy_(shard)
-                self._generation = generation
+    def fetch(self, into: torch.Tensor, flat: FlatParameter, lane: Lane) -> None:
+        if self.mirror is not None and self._generation != flat.generation:
+            self.wait()
+            flat.copy_masters(self.mirror)
+            self._generation = flat.generation
         self._lane.follow(lane)
         with self._lane:
-            copy(into, source)
+            copy(into, flat.shard if self.mirror is None else self.mirror)
         lane.follow(self._lane)
 
     def bring(self, reduced: torch.Tensor, lane: Lane) -> torch.Tensor:
