@@ -25,6 +25,7 @@ from .gradient_hooks import PostAccumulateHooks, leaf_hook
 from .groups import Groups
 from .offload.resting import OnDevice
 from .local_slice import ParameterInfo, engine_access, read_grad, write_grad
+from .masters import Masters
 from .parameter import ShardedParameter
 from .stage import Stage
 from .streams import lane_for
@@ -68,8 +69,7 @@ class FlatParameter:
         self.layout = spec.layout(groups.shard_size)
         self.resting = resting
         with torch.inference_mode(False):
-            self.shard = resting.zeros(self.layout.shard_numel, self.dtype)
-            self.slices = self._cut(self.shard)  # of each parameter, this rank's part of the master
+            self.masters = self._new_masters()
         self.unit: UnitState | None = None
         self.gather_lane = lane_for(device, "gather")
         self.generation = 0  # how often the shard has been changed
@@ -123,7 +123,7 @@ class FlatParameter:
     @torch.no_grad()
     def _create_full(self) -> None:
         if self.aliases_shard:
-            full = self.shard.data  # updates of the shard are no writes in forward: a version counter of its own
+            full = self.masters.vector.data  # updates of the shard are no writes in forward: a version counter of its own
         else:
             full = torch.empty(self.layout.padded_numel, dtype=self.compute_dtype, device=self.device)
         self._storage = full.untyped_storage()
@@ -273,13 +273,18 @@ class FlatParameter:
 
     # ------------------------------------------------------------------ the shard
 
-    def _cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        ranges = (self.layout.shard_slice(index, self.groups.shard_rank) for index in range(len(self.layout.slots)))
-        return [shard[start:stop] for start, stop in ranges]
+    def _new_masters(self) -> Masters:
+        vector = self.resting.zeros(self.layout.shard_numel, self.dtype)
+        return Masters.in_vector(vector, self.layout, self.groups.shard_rank)
 
-    def copy_masters(self, into: torch.Tensor) -> None:
-        """The shard's values, cast where the dtypes differ."""
-        into.copy_(self.shard)
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def move_masters(self, masters: Masters | None) -> None:
+        """Masters rest there from here on, with the values that are there; None: in a new shard, without values."""
+        self.masters = masters if masters is not None else self._new_masters()
+        with engine_access():
+            for user, slice_ in zip(self.users, self.masters.slices):
+                user.data = slice_
 
     def mark_updated(self) -> None:
         """The shard was changed: whatever holds gathered values is stale."""
@@ -296,7 +301,8 @@ class FlatParameter:
         """Write this rank's part of a whole parameter into the shard (cast to the master dtype)."""
         low, high = self.layout.local_range(index, self.groups.shard_rank)
         if high > low:
-            self.slices[index].copy_(value.detach().reshape(-1)[low:high])
+            self.masters.check()
+            self.masters.slices[index].copy_(value.detach().reshape(-1)[low:high])
         self.unfilled.discard(index)
         self.generation += 1
 
@@ -309,7 +315,7 @@ class FlatParameter:
         with torch.inference_mode(False):
             whole = torch.empty(self.layout.padded_numel, dtype=dtype or self.dtype, device=self.device)
         start, stop = self.layout.shard_range(self.groups.shard_rank)
-        self.copy_masters(whole[start:stop])
+        self.masters.copy_to(whole[start:stop])
         if self.groups.shard is not None:
             all_gather(whole, whole[start:stop], self.groups, waiting).wait()
         return whole
@@ -319,9 +325,9 @@ class FlatParameter:
         user = self.users[index]
         with engine_access(), torch.no_grad(), torch.inference_mode(False):
             if user.is_meta or user.is_inference():  # .data of such cannot be set; swapping contents keeps the object
-                real = nn.Parameter(self.slices[index], requires_grad=user.requires_grad)
+                real = nn.Parameter(self.masters.slices[index], requires_grad=user.requires_grad)
                 torch.utils.swap_tensors(user, real)
-            user.data = self.slices[index]
+            user.data = self.masters.slices[index]
             hooks = getattr(user, "_post_accumulate_grad_hooks", None)
             if hooks:
                 self.post_accumulate_hooks.adopt(index, hooks)
@@ -397,8 +403,8 @@ class FlatParameter:
             setattr(copy, name, getattr(self, name))
         copy.all_names = list(self.all_names)
         copy.resting = self.resting.twin()
-        copy.shard = copy.resting.zeros(self.layout.shard_numel, self.dtype)
-        self.copy_masters(copy.shard)
+        copy.masters = copy._new_masters()
+        self.masters.copy_to(copy.masters.vector)
         copy.unit = None
         copy.generation = 0
         copy.gathered_generation = -1
@@ -408,10 +414,9 @@ class FlatParameter:
         copy.post_accumulate_hooks = self.post_accumulate_hooks.copy()
         copy.binding = Binding([])
         copy.users = []
-        copy.slices = copy._cut(copy.shard)
         for index, user in enumerate(self.users):
             with engine_access(), torch.inference_mode(False), torch.no_grad():
-                twin = nn.Parameter(copy.slices[index], requires_grad=user.requires_grad)
+                twin = nn.Parameter(copy.masters.slices[index], requires_grad=user.requires_grad)
                 for key, value in user.__dict__.items():
                     if not key.startswith("_fsdp"):
                         setattr(twin, key, value)

@@ -256,6 +256,7 @@ def _check_gradients(sharded: list[torch.Tensor]) -> None:
         if flat.gradient is not None:
             flat.gradient.refuse_pending()
         flat.resting.wait()
+        flat.masters.check()
     with engine_access():
         for p in sharded:
             gradient = read_grad(p)

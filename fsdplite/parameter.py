@@ -133,6 +133,7 @@ class ShardedParameter(nn.Parameter):
             if name in _METADATA:
                 return _metadata(func, name, args, kwargs)
             if name in ("detach", "clone"):
+                args[0].__dict__["_fsdp_info"].flat.masters.check()
                 return as_local_slice(func(*args, **kwargs), args[0].__dict__["_fsdp_info"])
             if name in _MAKERS:
                 return func(*args, **kwargs)
@@ -198,8 +199,10 @@ def _property(func: Any, access: str, args: tuple) -> Any:
             raise refusal(parameter, name)
         if name == "shape" and is_initialiser(sys._getframe(2)):
             raise refusal(parameter, sys._getframe(2).f_code.co_name)
-        value = func(*args)
-        return as_local_slice(value, parameter.__dict__["_fsdp_info"]) if name == "data" else value
+        if name != "data":
+            return func(*args)
+        parameter.__dict__["_fsdp_info"].flat.masters.check()
+        return as_local_slice(func(*args), parameter.__dict__["_fsdp_info"])
     info: ParameterInfo = parameter.__dict__["_fsdp_info"]
     if access == "__set__" and name == "data":
         return _write_data(parameter, info, args[1])
@@ -253,7 +256,9 @@ def _update(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
                 raise refusal(next(_sharded_in((args, kwargs))), name)
     for tensor in targets:
         if isinstance(tensor, ShardedParameter):
-            tensor.__dict__["_fsdp_info"].flat.resting.wait()
+            flat = tensor.__dict__["_fsdp_info"].flat
+            flat.resting.wait()
+            flat.masters.check()
     result = func(*args, **kwargs)
     for tensor in targets:
         if isinstance(tensor, ShardedParameter):

@@ -1,4 +1,4 @@
-"""Tensors that have no values yet, which a forward refuses: built on the meta device, or loaded by halves."""
+"""Tensors that have no values, which a forward refuses: built on the meta device, loaded by halves, or lost."""
 
 from __future__ import annotations
 
@@ -16,17 +16,36 @@ class Unfilled(dict[str, Any]):
 
     Attributes:
         half_loaded: Names of those that a load may have written in part before it failed.
+        lost: Names of those that were in a file which is no more.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.half_loaded: set[str] = set()
+        self.lost: set[str] = set()
 
     def copy(self) -> Unfilled:
         twin = Unfilled()
         twin.update(self)
         twin.half_loaded = set(self.half_loaded)
+        twin.lost = set(self.lost)
         return twin
+
+    def half_load(self, flat: FlatParameter, index: int) -> None:
+        """A load has written one in part."""
+        self._add(flat, index)
+        self.half_loaded.add(flat.names[index])
+
+    def lose(self, flat: FlatParameter) -> None:
+        """The file that held a flat parameter's masters is lost."""
+        for index in range(len(flat.users)):
+            self._add(flat, index)
+        self.lost.update(flat.names)
+
+    def _add(self, flat: FlatParameter, index: int) -> None:
+        flat.unfilled.add(index)
+        self[flat.names[index]] = (flat, index)
+        flat.mark_updated()
 
     def refuse(self, rank: int) -> None:
         """Raise if there is any."""
@@ -42,6 +61,15 @@ class Unfilled(dict[str, Any]):
                 parameter=mixed[0],
                 rank=rank,
                 cure="load again, and let no error of the load pass unseen",
+            )
+        lost = [name for name in names if name in self.lost]
+        if lost:
+            raise FSDPError(
+                "the masters of these parameters were lost with the file of the offloaded optimizer that held them",
+                found=_listed(lost),
+                parameter=lost[0],
+                rank=rank,
+                cure="load a checkpoint: fsdp.load_checkpoint(root, model, optimizer)",
             )
         if names:
             raise FSDPError(

@@ -18,7 +18,7 @@ from ..keywords import known_keywords
 from .agree import Agreement
 from .find import find_step
 from .manifest import MANIFEST, Manifest, decode
-from .optimizer_load import OptimizerLoad
+from .optimizer_load import OptimizerLoad, prepare
 from .read_model import Reading, refuse_unfilled
 from .remote import file_system
 from .storage import FileSystem, read_all
@@ -140,6 +140,8 @@ class _Load:
     def run(self, model: nn.Module, optimizer: Any, strict: bool, allow_cast: bool) -> LoadReport:
         reading, manifest = self._reading, self._manifest
         reading.agreement.phase, reading.agreement.path = "compare", self._path
+        if optimizer is not None:
+            prepare(optimizer)
         state = model_state.collect(model)
         differences = Differences()
         stored = reading.match(manifest, state, allow_cast, differences)

@@ -111,6 +111,8 @@ def collect(model: nn.Module) -> ModelState:
         if unit is not None:
             state.units[plain_name(name)] = unit
     state.flats = list({id(t.flat): t.flat for t in state.tensors if t.flat is not None}.values())
+    for flat in state.flats:
+        flat.masters.check()
     _check_names(state)
     _check_bound(state)
     return state

@@ -15,7 +15,14 @@ from .tensor_bytes import dtype_name, torch_dtype
 from .values import decode_value, scalar_tensor
 from .wanted import Differences, Target, check_dtype, describe
 
-__all__ = ["OptimizerLoad"]
+__all__ = ["OptimizerLoad", "prepare"]
+
+
+def prepare(optimizer: Any) -> None:
+    """Before model and optimizer are looked at: an offloaded optimizer replaces files that are lost."""
+    check_optimizer(optimizer)
+    if hasattr(optimizer, "state_is_about_to_be_filled"):
+        optimizer.state_is_about_to_be_filled()
 
 
 class OptimizerLoad:
@@ -42,9 +49,6 @@ class OptimizerLoad:
         allow_cast: bool,
         differences: Differences,
     ) -> None:
-        check_optimizer(optimizer)
-        if hasattr(optimizer, "state_is_about_to_be_filled"):
-            optimizer.state_is_about_to_be_filled()
         self.targets: list[Target] = []
         self._optimizer = optimizer
         self._settings: list[tuple[dict[str, Any], dict[str, Any]]] = []

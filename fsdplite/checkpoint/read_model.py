@@ -254,11 +254,7 @@ def _distrust(state: ModelState, loaded: list[ModelTensor]) -> None:
     _count_versions([entry for entry in loaded if entry.name not in blank])
     for entry in loaded:
         if entry.flat is not None:
-            entry.flat.unfilled.add(entry.index)
-            name, unfilled = entry.flat.names[entry.index], entry.flat.unit.schedule.unfilled
-            unfilled[name] = (entry.flat, entry.index)
-            unfilled.half_loaded.add(name)
-            entry.flat.mark_updated()
+            entry.flat.unit.schedule.unfilled.half_load(entry.flat, entry.index)
 
 
 def _count_versions(loaded: list[ModelTensor]) -> None:

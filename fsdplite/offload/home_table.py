@@ -59,7 +59,7 @@ class HomeTable:
                     wanted.setdefault(id(info.flat), (info.flat, set()))[1].add(number)
         for key, home in list(self._homes.items()):
             if all(info_of(user).flat is not home.flat for user in home.flat.users):
-                self._homes.pop(key).store.close()
+                self._homes.pop(key).store.close()  # the masters moved with their parameters
         kinds = [_kind(group) for group in groups]
         made = False
         for key, (flat, numbers) in wanted.items():
@@ -148,17 +148,17 @@ class HomeTable:
                     ) from problem
         return found
 
-    def close(self) -> None:
-        """End the threads and remove the files."""
+    def close(self, is_at_exit: bool = False) -> None:
+        """End the threads and remove the files; masters that were in them move out first, but not at exit."""
         for worker in self.workers:
             worker.stop()
         self.workers.clear()
         if self.stream is not None:
             self.stream.close()
             self.stream = None
-        for home in self:
-            home.store.close()
-        self._homes.clear()
+        while self._homes:
+            _, home = self._homes.popitem()
+            home.close(is_at_exit)
 
 
 def _kind(value: Any) -> Any:

@@ -11,9 +11,11 @@ import torch
 from ..errors import OffloadError
 from ..flat_param import FlatParameter
 from ..local_slice import engine_access, read_grad
+from .master_region import MASTERS, MasterRegion
 from .options import Offload
 from .pieces import Chunk, Piece, batches, chunk_numel_within, cut, piece_numel_within
 from .stores import DiskStore, HostStore, Store
+from .stream import Part
 from .update import Entry, Probed, Updater
 from .values import in_place, is_same, own_copy
 
@@ -47,6 +49,7 @@ class Home:
     Attributes:
         store: Regions for what has an element per element of the shard.
         chunks: Of the store.
+        masters: What the store keeps of them; None where they are elsewhere.
     """
 
     store: Store
@@ -58,10 +61,15 @@ class Home:
         self._kept: dict[int, _Kept] = {}
         self._left: dict[int, _Kept] = {}  # by the pieces that this step has updated so far
         self.writes_mirror = False
+        self.masters = MasterRegion(flat) if MasterRegion.is_for(flat, offload) else None
         self._reserve(probed)
+        if self.masters is not None:
+            self.masters.move_in(self.store, self.chunks)
 
     def _reserve(self, probed: Probed) -> None:
-        flat, offload, dtypes = self.flat, self._offload, probed.regions
+        flat, offload, dtypes = self.flat, self._offload, dict(probed.regions)
+        if self.masters is not None:
+            dtypes[MASTERS] = flat.dtype
         chunk_numel = chunk_numel_within(offload.buffer_bytes, max((d.itemsize for d in dtypes.values()), default=1))
         piece_numel = piece_numel_within(chunk_numel)
         chunks, numel = cut(flat.layout, flat.groups.shard_rank, chunk_numel, piece_numel)
@@ -92,13 +100,23 @@ class Home:
                     start = places[index] + piece.offset
                     values = before.part(key, start, start + piece.numel)
                     self.store.part(key, piece.place, piece.place_stop).copy_(values)
+        if self.masters is not None:
+            self.masters.move_in(self.store, self.chunks)
         before.close()
 
     def start_anew(self) -> None:
-        """The store is lost, and all state with it: another store, without any."""
+        """The store is lost, and all that was in it: another store, without state."""
         self._kept.clear()
         self.store.close()
         self._reserve(self.probed)
+        if self.masters is not None:
+            self.masters.start_anew(self.store, self.chunks)
+
+    def close(self, is_at_exit: bool = False) -> None:
+        """Give the store back. Masters move out of it, unless nobody will look at them again."""
+        if self.masters is not None and not is_at_exit and self.flat.unit.schedule.root.module() is not None:
+            self.masters.move_out()
+        self.store.close()
 
     @property
     def buffer_bytes(self) -> int:
@@ -131,6 +149,12 @@ class Home:
                 self._kept[index] = left
         self._left.clear()
 
+    def part_to_stream(self, chunk: Chunk, content: Any) -> Part:
+        """A chunk on its way through the buffers."""
+        is_new = not any(self.has_state(piece.index) for piece in chunk.pieces)
+        new_keys = self.probed.regions if is_new else ()
+        return Part(self.store, chunk.start, chunk.stop, tuple(self.store.dtypes), new_keys, content)
+
     def entries(
         self,
         pieces: list[Piece],
@@ -160,13 +184,13 @@ class Home:
                     continue
                 if group is None:
                     continue
-                value = _on_host(self._master(piece))
+                value = part(MASTERS, piece.place, piece.place_stop) if self.masters else _on_host(self._master(piece))
                 found.append((piece, Entry(value, _on_host(gradient), group, self._state_before(piece, part))))
         return found
 
     def _master(self, piece: Piece) -> torch.Tensor:
         """A piece of the parameters, where they rest."""
-        return self.flat.slices[piece.index][piece.offset : piece.offset + piece.numel]
+        return self.flat.masters.slices[piece.index][piece.offset : piece.offset + piece.numel]
 
     def _state_before(self, piece: Piece, part: Place) -> dict[str, Any]:
         kept = self._kept.get(piece.index)
@@ -180,7 +204,7 @@ class Home:
         """Keep what an update has made of a piece."""
         if self.writes_mirror:
             self.flat.resting.write_mirror(piece.start, entry.value)
-        if entry.value.device != (master := self._master(piece)).device:
+        if self.masters is None and entry.value.device != (master := self._master(piece)).device:
             master.copy_(entry.value)
         self._absorb_state(piece, entry.state, part)
 

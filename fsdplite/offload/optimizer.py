@@ -65,8 +65,8 @@ def offloaded(
     Collective: every rank of the model must call it; with ``"nvme"`` or ``in_backward`` each step ends with one small
     message.
 
-    Memory: with ``"nvme"`` ``buffers`` buffers of ``buffer_bytes`` per kind of state, whatever the size of the model,
-    and for each parameter its step counter; with ``"cpu"`` the state.
+    Memory: with ``"nvme"`` ``buffers`` buffers of ``buffer_bytes`` per kind of state (and for masters, where those are
+    in files), whatever the size of the model, and for each parameter its step counter; with ``"cpu"`` the state.
     """
     updater = Updater(optimizer_class, settings)
     if not isinstance(model, nn.Module):
@@ -124,7 +124,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.last_step = StepReport()
         self.updates_in_backward: UpdatesInBackward | None = None
         self._table = table = HomeTable(updater, offload)
-        self._finalizer = weakref.finalize(self, table.close)
+        weakref.finalize(self, table.close, is_at_exit=True)
+        self._finalizer = weakref.finalize(self, table.close)  # the last that was made is called first
+        self._finalizer.atexit = False
 
         def make() -> None:
             torch.optim.Optimizer.__init__(self, params, updater.defaults)
@@ -295,7 +297,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 if reduced is None and not self._has_gradients(home, chunk):
                     continue
                 if home.store.is_streamed:
-                    parts.append(self._part(home, chunk, reduced))
+                    parts.append(home.part_to_stream(chunk, (home, chunk, reduced)))
                 else:
                     before = time.perf_counter()
                     home.update(self._updater, self.param_groups, chunk, self._group_of, home.store.part, reduced)
@@ -310,11 +312,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 read_grad(users[piece.index]) is not None and self._group_of(users[piece.index]) is not None
                 for piece in chunk.pieces
             )
-
-    def _part(self, home: Home, chunk: Chunk, reduced: torch.Tensor | None) -> Part:
-        store: Any = home.store
-        is_new = not any(home.has_state(piece.index) for piece in chunk.pieces)
-        return Part(store, chunk.start, chunk.stop, tuple(store.dtypes), is_new, (home, chunk, reduced))
 
     def _update_part(self, part: Part, regions: dict[str, torch.Tensor]) -> None:
         home, chunk, reduced = part.content
@@ -431,7 +428,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return name if name is None or info is None else info.name
 
     def close(self) -> None:
-        """End the threads and remove the files. Done at exit too, and when the optimizer is gone."""
+        """End the threads and remove the files; masters move back to host memory. Done when the optimizer is gone, too."""
         self._failure = self._failure or "it was closed"
         self._is_closed = True
         if self.updates_in_backward is not None:

@@ -30,9 +30,11 @@ class OnDevice:
     Attributes:
         device: Where shards and gradients rest.
         is_elsewhere: Whether that is another place than the one that computes.
+        mirror: The shard in the compute dtype, where gathers read that.
     """
 
     is_elsewhere = False
+    mirror: torch.Tensor | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -52,7 +54,7 @@ class OnDevice:
             flat: Whose shard.
             lane: Of the gather.
         """
-        flat.copy_masters(into)
+        flat.masters.copy_to(into)
 
     def bring(self, reduced: torch.Tensor, lane: Lane) -> torch.Tensor:
         """Bring a reduced gradient to its place of rest; ``lane``, which is entered, has made it. Read it after
@@ -93,7 +95,6 @@ class OnHost(OnDevice):
         self._arguments = compute, pin, mirror_dtype
         self._pin = pin and compute.type == "cuda"
         self._lane = lane_for(compute, "offload")
-        self.mirror: torch.Tensor | None = None
         self._mirror_dtype = mirror_dtype
         self._generation = -1
 
@@ -101,18 +102,22 @@ class OnHost(OnDevice):
         return OnHost(*self._arguments)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if self._mirror_dtype is not None:
+        if self._mirror_dtype is not None and self.mirror is None:
             self.mirror = torch.zeros(numel, dtype=self._mirror_dtype, device="cpu", pin_memory=self._pin)
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self._pin)
 
-    def fetch(self, into: torch.Tensor, flat: FlatParameter, lane: Lane) -> None:
+    def refresh_mirror(self, flat: FlatParameter) -> None:
+        """Copy the shard there, if it has changed in a way that the mirror did not see."""
         if self.mirror is not None and self._generation != flat.generation:
             self.wait()
-            flat.copy_masters(self.mirror)
+            flat.masters.copy_to(self.mirror)
             self._generation = flat.generation
+
+    def fetch(self, into: torch.Tensor, flat: FlatParameter, lane: Lane) -> None:
+        self.refresh_mirror(flat)
         self._lane.follow(lane)
         with self._lane:
-            copy(into, flat.shard if self.mirror is None else self.mirror)
+            copy(into, flat.masters.vector if self.mirror is None else self.mirror)
         lane.follow(self._lane)
 
     def bring(self, reduced: torch.Tensor, lane: Lane) -> torch.Tensor:

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +52,7 @@ class Part:
         store: Where they are.
         start, stop: Which, in elements of a region; ``start`` is at a block's start in every region.
         keys: Regions that are needed.
-        is_new: Nothing is stored yet: it need not be read.
+        new_keys: Regions in which nothing is stored yet: they need not be read.
         content: What the caller wants to know again when its turn comes.
     """
 
@@ -60,7 +60,7 @@ class Part:
     start: int
     stop: int
     keys: tuple[str, ...]
-    is_new: bool
+    new_keys: Collection[str]
     content: Any = None
 
 
@@ -229,7 +229,7 @@ class Stream:
     def _start_reading(self, part: Part, slot: _Slot, report: StepReport) -> list[Job]:
         jobs = []
         for key, memory in slot.regions(part).items():
-            if part.is_new:
+            if key in part.new_keys:
                 memory.zero_()
                 continue
             offset, _ = part.store.span(key, part.start, part.stop)

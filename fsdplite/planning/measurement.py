@@ -104,7 +104,7 @@ def compare(plan: Plan, model: nn.Module, step: Callable[[], Any] | None, warm_u
             cure="plan.but(stage=..., mesh=(replicas, shards))",
         )
     with engine_access():
-        shards = sum(flat.shard.numel() * flat.shard.element_size() for info in found.values() for flat in info.flats)
+        shards = sum(flat.shard_numel * flat.dtype.itemsize for info in found.values() for flat in info.flats)
     full = sum(flat.full_bytes for info in found.values() for flat in info.flats)
     rows = [
         Row("units", len(predicted), len(found)),

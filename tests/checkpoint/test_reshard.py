@@ -127,7 +127,7 @@ def gaps_of(model):
     (flat,) = units(model)[0].flats
     start, stop = flat.layout.shard_range(here.rank)
     places = [(max(low, start) - start, min(high, stop) - start) for low, high in flat.layout.gaps()]
-    return [flat.shard[low:high] for low, high in places if low < high]
+    return [flat.masters.vector[low:high] for low, high in places if low < high]
 
 
 def save_with_poisoned_padding(root, step):
