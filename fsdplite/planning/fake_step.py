@@ -28,6 +28,7 @@ class StepEvent:
         call: Number of the call, for ENTER, LEAVE and OPEN.
         flat, index: Which parameter, for GRADIENT.
         bytes: Of the gradient.
+        is_sparse: Autograd has a sparse one: the dense one lives no longer than it takes to copy it.
         is_recompute: The call happens inside backward.
         is_replay: It is one of a segment of blocks that run again together, and the unit stays for its backward.
         expects_backward: LEAVE: a gradient can come back through the outputs.
@@ -42,6 +43,7 @@ class StepEvent:
     flat: int = 0
     index: int = 0
     bytes: int = 0
+    is_sparse: bool = False
     is_recompute: bool = False
     is_replay: bool = False
     expects_backward: bool = False

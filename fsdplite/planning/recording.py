@@ -375,10 +375,11 @@ def _prepare(
 
 def _gradient_hook(recorder: _Recorder, number: int) -> Callable[[torch.Tensor], None]:
     def on_gradient(leaf: torch.Tensor) -> None:
-        if leaf.grad.is_sparse:  # as gradient_buffer does
+        is_sparse = leaf.grad.is_sparse
+        if is_sparse:  # as gradient_buffer does
             leaf.grad = leaf.grad.to_dense()
         size = leaf.grad.numel() * leaf.grad.element_size()
-        recorder.note(GRADIENT, unit=number, bytes=size)
+        recorder.note(GRADIENT, unit=number, bytes=size, is_sparse=is_sparse)
         leaf.grad = None
         recorder.live.take()
 

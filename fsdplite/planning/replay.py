@@ -313,8 +313,8 @@ class Replay:
         self._begin_backward()
         self.memory.unit = unit.name
         self._reductions.accumulate(unit, unit.flats[event.flat], event.index, event.bytes)
-        if event.index in unit.flats[event.flat].waiting:
-            self.memory.live = event.live_bytes - event.bytes  # counted there
+        if event.index in unit.flats[event.flat].waiting or event.is_sparse:
+            self.memory.live = event.live_bytes - event.bytes  # counted there, or a copy that is gone
         # Else autograd holds it until its hook returns, also while the unit's last gradient starts the reduction.
         before = len(unit.fired)
         unit.fired.add((event.flat, event.index))

@@ -23,7 +23,7 @@ class Measured(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves((args, kwargs, result)):
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.layout is torch.strided:  # others lie in tensors that operators touch
                 storage = Tensor.untyped_storage(value)
                 self.storages.setdefault(storage._cdata, StorageWeakRef(storage))
         self.peak = max(self.peak, self.now())
