@@ -10,7 +10,7 @@ import fsdplite as fsdp
 from fsdplite.errors import ConfigError, UnknownOptionError
 from fsdplite.inspect import trace
 
-# What offloaded() does not know is for the optimizer that it makes; plan() has a test of its own; policies by class and by
+# What offloaded() does not know is for the optimizer that it makes; plan() has its own test; policies by class and by
 # name have no keywords; the others are not for users to make.
 EXCEPT = {"offloaded", "plan", "by_class", "by_name", "from_model", "FSDPUnit", "CheckpointError", "FSDPError",
           "__version__"}  # fmt: skip

@@ -25,8 +25,9 @@ class OptimizerCost:
     Attributes:
         state_per_element: Bytes kept per element (Adam in fp32: 8).
         state_per_parameter: Bytes kept per parameter whatever its size (a step counter).
-        transient_per_largest: Bytes that a step needs for a moment, per element of the largest parameter.
-        transient_per_element: The same, per element of all parameters together.
+        transient_per_element: Bytes that a step needs for a moment, per element of all parameters together.
+        transient_of_one: The same, per element of the parameter that is updated.
+        transient_of_last: The same, per element of the one before it: a loop's variables live until they are set again.
         traffic_per_element: Bytes that a step reads and writes, per element.
         operators: Operators of a step, however many parameters there are (those that take them all at once).
         operators_per_parameter: The others, per parameter.
@@ -34,8 +35,9 @@ class OptimizerCost:
 
     state_per_element: float = 0.0
     state_per_parameter: float = 0.0
-    transient_per_largest: float = 0.0
     transient_per_element: float = 0.0
+    transient_of_one: float = 0.0
+    transient_of_last: float = 0.0
     traffic_per_element: float = 0.0
     operators: float = 0.0
     operators_per_parameter: float = 0.0
@@ -92,18 +94,19 @@ def _refuse_whole_tensors(cls: type) -> None:
 
 
 def measure_optimizer(make: Any, dtype: torch.dtype) -> OptimizerCost:
-    """Run two steps on three small parameters, and on five, and tell apart what grows with what."""
+    """Run two steps on one small parameter, on three, and on five, and tell apart what grows with what."""
     if make is None:
         return OptimizerCost()
-    three, five = _two_steps(make, dtype, 3), _two_steps(make, dtype, 5)
+    one, three, five = (_two_steps(make, dtype, count) for count in (1, 3, 5))
     per_element = max(0.0, (five.peak - three.peak) / 2 / _NUMEL)
-    per_largest = max(0.0, three.peak / _NUMEL - 3 * per_element)
+    of_one = max(0.0, one.peak / _NUMEL - per_element)
     operators_per_parameter = (five.operators - three.operators) / 2
     return OptimizerCost(
         state_per_element=three.state / _NUMEL,
         state_per_parameter=three.fixed,
-        transient_per_largest=per_largest,
         transient_per_element=per_element,
+        transient_of_one=of_one,
+        transient_of_last=max(0.0, three.peak / _NUMEL - 3 * per_element - of_one),
         traffic_per_element=five.traffic / 5 / _NUMEL,
         operators=max(0.0, three.operators - 3 * operators_per_parameter),
         operators_per_parameter=operators_per_parameter,

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..events import Trace
+from ..modules import user_name
 from .blueprint import Blueprint, PlannedUnit
 from .fake_step import GRADIENT, IGNORED
 from .fits import check_fits
@@ -229,7 +230,8 @@ def answer(question: Question) -> Plan:
     units = blueprint.units(setup.shard_size)
     name, make = resolve_optimizer(question.optimizer, question.device)
     used = {(event.unit, event.flat, event.index) for event in step.events if event.kind == GRADIENT}
-    update = _update(units, blueprint, make, question.rank % setup.shard_size, used)
+    order = {user_name(name): position for position, (name, _) in enumerate(question.model.named_parameters())}
+    update = _update(units, blueprint, make, question.rank % setup.shard_size, used, order)
     buffers = sum(unit.tensor_buffer_bytes for unit in units) + blueprint.ignored_buffer_bytes
     ignored = sum(_bytes(spec.parameter) for spec in blueprint.ignored)
     rest = _resting(question, units, blueprint, used, update, buffers, ignored)
@@ -328,25 +330,34 @@ class _Update:
 
 
 def _update(
-    units: list[PlannedUnit], blueprint: Blueprint, make: Any, rank: int, used: set[tuple[int, int, int]]
+    units: list[PlannedUnit],
+    blueprint: Blueprint,
+    make: Any,
+    rank: int,
+    used: set[tuple[int, int, int]],
+    order: dict[str, int],
 ) -> _Update:
-    parts = []
+    """``order`` is that in which the optimizer updates parameters."""
+    found = []
     for unit, flat, index in used:
         if unit == IGNORED:
-            parameter = blueprint.ignored[index].parameter
-            parts.append((parameter.dtype, parameter.numel()))
+            spec = blueprint.ignored[index]
+            found.append((order[user_name(spec.name)], spec.parameter.dtype, spec.parameter.numel()))
         else:
             planned = units[unit].flats[flat]
             low, high = planned.layout.local_range(index, rank)
-            parts.append((planned.dtype, high - low))
+            found.append((order[planned.names[index]], planned.dtype, high - low))
+    parts = [(dtype, numel) for _, dtype, numel in sorted(found, key=lambda part: part[0])]
     costs = {dtype: measure_optimizer(make, dtype) for dtype in {dtype for dtype, _ in parts}}
     state = transient = largest = traffic = 0.0
     operators = sum(cost.operators for cost in costs.values())
+    last = 0.0
     for dtype, numel in parts:
         cost = costs[dtype]
         state += cost.state_per_element * numel + cost.state_per_parameter
         transient += cost.transient_per_element * numel
-        largest = max(largest, cost.transient_per_largest * numel)
+        largest = max(largest, cost.transient_of_one * numel + last)
+        last = cost.transient_of_last * numel
         traffic += cost.traffic_per_element * numel
         operators += cost.operators_per_parameter
     kinds = max((round(costs[dtype].state_per_element / dtype.itemsize) for dtype in costs), default=0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -29,11 +32,11 @@ class Odd(nn.Module):
         return (x * self.scale + self.empty.sum()).square().mean()
 
 
-def odd(inputs: Tensor) -> tuple[int, int]:
-    model = seeded(Odd)
-    plan = fsdp.plan(Odd, world_size=1, inputs=inputs, optimizer="SGD", device="cpu")
+def peaks(build: Callable[[], nn.Module], inputs: Tensor, optimizer_class: type = torch.optim.SGD) -> tuple[int, int]:
+    model = seeded(build)
+    plan = fsdp.plan(build, world_size=here.world_size, inputs=inputs, optimizer=optimizer_class, device="cpu")
     fsdp.fsdp_wrap(model)
-    optimizer = torch.optim.SGD(model.parameters())
+    optimizer = optimizer_class(model.parameters())
 
     def step() -> None:
         model(inputs).backward()
@@ -45,8 +48,27 @@ def odd(inputs: Tensor) -> tuple[int, int]:
 
 def test_small_gradients_go_into_the_buffer_as_they_come() -> None:
     """One rank: a transport's copies, which an observer sees late, are left out."""
-    predicted, measured = run(1, odd, torch.ones(1, 13))[0]
+    predicted, measured = run(1, peaks, Odd, torch.ones(1, 13))[0]
     assert predicted == measured
+
+
+class Words(nn.Module):
+    """One parameter is larger than all others."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(2000, 32, sparse=sparse), nn.Linear(32, 32)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.embed(tokens)).square().mean()
+
+
+@pytest.mark.parametrize("ranks, sparse", [(1, False), (2, True)])
+def test_the_optimizer_loops_over_unequal_parameters_and_a_sparse_gradient_is_dense_for_a_moment(
+    ranks: int, sparse: bool
+) -> None:
+    for predicted, measured in run(ranks, peaks, functools.partial(Words, sparse), TOKENS, torch.optim.AdamW):
+        assert predicted == measured
 
 
 def ignored(microbatches: int) -> dict[str, Any]:
