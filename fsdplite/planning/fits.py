@@ -64,7 +64,7 @@ def check_fits(plan: Plan, budget: Any) -> bool:
         f"the step needs {format_bytes(plan.peak_bytes)} and has {format_bytes(limit)}",
         expected=f"at most {limit:,} bytes",
         found=f"{plan.peak_bytes:,} bytes in {plan.peak_phase} at unit {unit_label(plan.peak_unit)}"
-        + ("" if plan.has_activations else ", without activations (no inputs were given)"),
+        + "".join(f"; {note}" for note in plan.notes),
         unit=plan.peak_unit,
         cure=_cure(remedies, smallest),
         remedies=tuple(remedies),

@@ -53,8 +53,7 @@ def as_page(
         f"ranks ({question.device}), {escape(plan.optimizer)}. At most <b>{format_bytes(plan.peak_bytes)}</b> on rank "
         f"{question.rank}, in {escape(plan.peak_phase)} at unit {escape(unit_label(plan.peak_unit))}."
     )
-    if not plan.has_activations:
-        head += " No inputs were given, so activations are not in these numbers."
+    head += "".join(f" {escape(note[0].upper() + note[1:])}." for note in plan.notes)
     parts = [f"<h1>Plan of a sharded step</h1><p>{head}</p>", _memory(plan)]
     if timeline is not None:
         parts.append(_timeline(timeline))

@@ -77,6 +77,7 @@ class Plan:
         input_bytes: Of one microbatch.
         optimizer: Name of the optimizer.
         has_activations: Whether inputs were given; without them peaks hold no activations.
+        notes: What is known to be missing in the numbers.
     """
 
     units: tuple[PlannedUnit, ...]
@@ -91,6 +92,7 @@ class Plan:
     input_bytes: int
     optimizer: str
     has_activations: bool
+    notes: tuple[str, ...]
     question: Question
 
     @property
@@ -264,8 +266,19 @@ def answer(question: Question) -> Plan:
         input_bytes=step.input_bytes,
         optimizer=name,
         has_activations=step.was_run,
+        notes=_notes(question, step.was_run),
         question=question,
     )
+
+
+def _notes(question: Question, was_run: bool) -> tuple[str, ...]:
+    if not was_run:
+        return ("without activations, since no inputs were given",)
+    kind = nn.LSTM if question.device == "cpu" else nn.RNNBase  # where one kernel runs all steps
+    found = [f"'{user_name(name)}' ({type(module).__name__})" if name else "the model"
+             for name, module in question.model.named_modules() if isinstance(module, kind)]  # fmt: skip
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return (f"without what kernels keep from forward for backward in {', '.join(found[:3])}{more}",) if found else ()
 
 
 def _updates_on_host(question: Question) -> bool:

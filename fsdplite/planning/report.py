@@ -35,6 +35,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "numel": plan.numel,
         "padding_numel": plan.padding_numel,
         "has_activations": plan.has_activations,
+        "notes": list(plan.notes),
         "peak_bytes": plan.peak_bytes,
         "peak_phase": plan.peak_phase,
         "peak_unit": plan.peak_unit,
@@ -148,6 +149,4 @@ def _verdict(plan: Plan) -> str:
         f"({question.device}): at most {format_bytes(plan.peak_bytes)} on rank {question.rank}, in {plan.peak_phase} "
         f"at unit {unit_label(plan.peak_unit)}"
     )
-    if not plan.has_activations:
-        text += "; without activations, since no inputs were given"
-    return text
+    return "; ".join([text, *plan.notes])

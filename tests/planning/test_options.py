@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdplite as fsdp
-from fsdplite.errors import ConfigError, PolicyError, UnknownOptionError, WrapError
+from fsdplite.errors import ConfigError, DoesNotFitError, PolicyError, UnknownOptionError, WrapError
 from fsdplite.planning.prediction import Plan
 from tests.planning.models import GPT, Block
 from tests.planning.test_plan import tower
@@ -81,9 +81,9 @@ def test_an_entry_point_counts_as_a_forward() -> None:
 class Recurrent(nn.Module):
     """RNNs keep a list of their weights beside the dict of parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type = nn.GRU) -> None:
         super().__init__()
-        self.rnn = nn.GRU(8, 8, num_layers=2)
+        self.rnn = kind(8, 8, num_layers=2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rnn(x)[0]
@@ -93,6 +93,20 @@ def test_weights_that_a_module_lists_elsewhere_too() -> None:
     plan = fsdp.plan(Recurrent, world_size=1, precision="bf16", optimizer="SGD", inputs=torch.ones(3, 2, 8))
     numel = 2 * (2 * 3 * 8 * 8 + 2 * 3 * 8)
     assert plan.resting.gradients == 4 * numel and plan.resting.parameters == 4 * numel
+
+
+def test_what_is_not_counted_is_said() -> None:
+    """The LSTM kernel of a CPU returns a workspace for backward, whose size only it knows; the GRU there has none."""
+    options = {"world_size": 2, "inputs": torch.ones(3, 2, 8)}
+    plan = fsdp.plan(lambda: Recurrent(nn.LSTM), device="cpu", **options)
+    assert "kernels keep from forward for backward in 'rnn' (LSTM)" in plan.notes[0]
+    with pytest.raises(DoesNotFitError) as refused:
+        plan.fits(1024)
+    for text in (str(plan).replace("\n", " "), str(plan.to_dict()["notes"]), plan.to_html(), str(refused.value)):
+        assert "from forward for backward in" in text and "(LSTM)" in text
+    assert fsdp.plan(Recurrent, device="cpu", **options).notes == ()
+    assert "(GRU)" in fsdp.plan(Recurrent, **options).notes[0]
+    assert "no inputs were given" in str(plan.but(inputs=None)).replace("\n", " ")
 
 
 @pytest.mark.parametrize("inputs", [None, torch.ones(2, 8)], ids=["structure only", "with inputs"])
