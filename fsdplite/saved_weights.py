@@ -14,7 +14,9 @@ import torch
 
 from .flat_param import OWNERS
 
-__all__ = ["guard_saved_weights", "is_guard", "stop_guarding"]
+__all__ = ["guard_saved_weights", "is_guard", "refuses_guard", "stop_guarding"]
+
+_DISABLE = torch.autograd.graph.disable_saved_tensors_hooks.__wrapped__.__code__  # type: ignore[attr-defined]
 
 
 def _pack(tensor: torch.Tensor) -> Any:
@@ -70,6 +72,14 @@ def guard_saved_weights() -> bool:
 def is_guard(hook: Any) -> bool:
     """Whether a saved-tensor hook is the one that tags weights here."""
     return hook is _pack
+
+
+def refuses_guard(failure: BaseException) -> bool:
+    """Whether an exception came of switching saved-tensor hooks off (``torch.func.grad`` does) while these are on."""
+    trace = failure.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code is _DISABLE
 
 
 def stop_guarding() -> None:

@@ -41,6 +41,7 @@ class Schedule:
         resident: Units whose full buffers may be there (an ordered set).
         open_calls: Forward calls that this backward has reached and not yet passed.
         depth: Nesting of unit calls at the moment.
+        is_guarding: The running forward tags the weights that autograd saves (see ``saved_weights``).
         keeps_weights: Nothing is freed: a graph of a backward (``create_graph=True``) may still need the weights.
         step: Number of backwards finished, for messages.
     """
@@ -63,8 +64,8 @@ class Schedule:
         self.regroup: Any = None  # set by wrap: splits a frozen flat parameter when some of it is unfrozen
         self.offload: Any = None  # set by wrap: where an offloaded optimizer keeps its state
         self.updates: Callable[[], Any] = lambda: None  # an optimizer's updates that start in backward
+        self.is_guarding = False
         self._on_cpu = on_cpu
-        self._guarding = False
         self._clock = 0
         self._copies = 0
         self._forward: Pass | None = None
@@ -118,7 +119,7 @@ class Schedule:
         with_grad = torch.is_grad_enabled()
         self._forward_key = ("forward", unit.index, with_grad, self._is_stale())
         self._forward = self.order.start(self._forward_key)
-        self._guarding = guard_saved_weights()
+        self.is_guarding = guard_saved_weights()
         passes.begin()
 
     def _is_stale(self) -> bool:
@@ -131,9 +132,9 @@ class Schedule:
         if self.depth or is_recompute or self._forward is None:
             return
         passes.end()
-        if self._guarding:
+        if self.is_guarding:
             stop_guarding()
-            self._guarding = False
+            self.is_guarding = False
         if has_failed:
             self._forward = None
             self._settle()

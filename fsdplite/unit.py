@@ -23,6 +23,7 @@ from .local_slice import engine_access
 from .precision import Precision
 from .recompute.lost_gradients import refuse_lost_gradients
 from .recompute.passes import is_replaying
+from .saved_weights import refuses_guard
 from .stage import Stage
 from .structure import map_tensors, tensors_in
 
@@ -156,7 +157,8 @@ class UnitState:
             for flat in self.flats:
                 flat.check_unwritten()
             expects_backward = self._prepare_backward(call, output)
-        except BaseException:
+        except BaseException as failure:
+            hooks_refused = schedule.is_guarding and refuses_guard(failure)
             for flat in self.flats:
                 flat.settle()
             try:
@@ -164,6 +166,8 @@ class UnitState:
             finally:
                 # In recomputation, an exception is how non-reentrant checkpointing stops early.
                 schedule.leave(self, is_recompute, has_failed=not is_recompute)
+            if hooks_refused:
+                raise self._refuse_disabled_hooks() from failure
             raise
         if events.active is not None:
             events.active.emit("forward_stop", self.name)
@@ -198,6 +202,16 @@ class UnitState:
             flat.bind_full()
         if events.active is not None:
             events.active.emit("wait", self.name)
+
+    def _refuse_disabled_hooks(self) -> ParameterUseError:
+        return ParameterUseError(
+            "saved-tensor hooks cannot be switched off inside the forward of a wrapped model, and torch.func.grad and the "
+            "like do so: its own ones look after weights that backward reaches by a side door",
+            unit=self.name,
+            rank=self.groups.rank,
+            cure="switch them off around the call: `with torch.autograd.graph.disable_saved_tensors_hooks('...'): "
+            "output = model(x)`. Only what units return may carry gradients then",
+        )
 
     def _follow_requires_grad(self) -> None:
         with engine_access():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.harness import (
     assert_close,
     assert_parity,
     assert_rested,
+    expect_loud,
     for_each,
     gather_grads,
     here,
@@ -170,6 +172,41 @@ def test_functional_derivatives_by_inputs(world_size: int) -> None:
     names = ("jacobian", "jvp", "hvp", "hessian")
     combinations = [(name, fsdp.by_class("Block"), reshard) for name in names for reshard in (None, True)]
     run(world_size, for_each, combinations, functional_derivatives)
+
+
+class Energy(nn.Module):
+    """Hands on a derivative of its own by its input, as models of forces do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda v: self.layer(v).tanh().square().sum())(x)
+
+
+def derivatives_inside(stage: int, policy: Any) -> None:
+    """`torch.func.grad` switches saved-tensor hooks off: refused by name in a forward, and works if they are off around it."""
+    model = nn.Sequential(Energy(), Energy())
+    reference = copy.deepcopy(model)
+    fsdp.fsdp_wrap(model, policy, stage=stage)
+
+    def off(m: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        with torch.autograd.graph.disable_saved_tensors_hooks("off"):
+            output = m(batch[0])
+        return output.square().mean()
+
+    batches = [stack_batch(0, rank) for rank in range(here.world_size)]
+    expect_loud(lambda: model(batches[here.rank][0]), "torch.func.grad", "disable_saved_tensors_hooks")
+    off(model, batches[here.rank]).backward()
+    mean_over_ranks(reference, off, lambda step, rank: batches[rank], 0)
+    assert_parity(model, reference)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_functional_derivatives_inside_a_forward(world_size: int) -> None:
+    combinations = [(stage, policy) for stage in (0, 3) for policy in (None, fsdp.by_class("Energy"))]
+    run(world_size, for_each, combinations, derivatives_inside)
 
 
 class TwoOutputs(nn.Module):
