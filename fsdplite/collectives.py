@@ -7,6 +7,7 @@ the unit, the phase, the step and the missing ranks if the collective fails or d
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
 import torch
@@ -61,6 +62,14 @@ class Pending:
 
 def _start(name: str, *tensors: Any, group: Any, groups: Groups, waiting: Waiting, **options: Any) -> Pending:
     """Call ``torch.distributed``'s function of this name. The last of ``tensors`` is one, and on their device."""
+    if groups.pid != os.getpid():
+        raise CollectiveError(
+            f"a process forked from rank {groups.rank} takes part in no collective: {waiting}",
+            unit=waiting.unit,
+            rank=groups.rank,
+            cure="call the model in the process of the rank only; a worker (of a DataLoader, say) that needs a model is "
+            "given a plain one, filled from fsdp.full_state_dict(model)",
+        )
     try:
         work = getattr(dist, name)(*tensors, group=group, async_op=True, **options)
     except RuntimeError as failure:

@@ -7,7 +7,7 @@ is nothing but a mesh whose shard dimension is one.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +36,7 @@ class Groups:
         control: A gloo group over the same ranks as ``whole`` for messages of a few bytes between hosts, so that
             the order check never queues behind, or is taken for, a parameter collective.
         timeout: How long a collective of these groups may take.
+        pid: The process that made them. One forked from it has the same sockets, and would speak into its conversations.
     """
 
     rank: int = 0
@@ -48,6 +49,7 @@ class Groups:
     whole: Any = None
     control: Any = None
     timeout: timedelta = _DEFAULT_TIMEOUT
+    pid: int = field(default_factory=os.getpid)
 
     @property
     def size(self) -> int:

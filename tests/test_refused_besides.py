@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -97,6 +98,39 @@ def recorded() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_recording_a_unit_is_refused(world_size: int) -> None:
     run(world_size, recorded)
+
+
+def in_a_forked_process(work: Callable[[], Any]) -> str:
+    """What `work` raises in a fork of this rank, as a worker of a DataLoader is one."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as said:
+        text = said.read()
+    os.waitpid(pid, 0)
+    return text
+
+
+def forked(stage: int) -> None:
+    model = wrapped_stack(stage)
+    x = stack_batch(0, here.rank)[0]
+    with torch.no_grad():
+        model(x)
+    text = in_a_forked_process(lambda: model(x).sum().backward())
+    assert here.world_size == 1 or all(word in text for word in ("forked from rank", "full_state_dict", "unit")), text
+    still_trains(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_forked_process_takes_part_in_no_collective(world_size: int) -> None:
+    run(world_size, for_each, (0, 3), forked)
 
 
 class Aside(nn.Module):
