@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..events import format_bytes
 from ..fsdp_unit import state_of
 from ..inspect import trace, units
-from ..local_slice import engine_access
+from ..local_slice import engine_access, info_of
 
 if TYPE_CHECKING:
     from .prediction import Plan
@@ -103,8 +103,8 @@ def compare(plan: Plan, model: nn.Module, step: Callable[[], Any] | None, warm_u
             found=f"stage {stages[1]}, (replicas, shards) {wrapped}",
             cure="plan.but(stage=..., mesh=(replicas, shards))",
         )
-    with engine_access():
-        shards = sum(flat.shard_numel * flat.dtype.itemsize for info in found.values() for flat in info.flats)
+    vectors = [flat.masters.vector for info in found.values() for flat in info.flats]
+    shards = sum(vector.numel() * vector.element_size() for vector in vectors if vector is not None)
     full = sum(flat.full_bytes for info in found.values() for flat in info.flats)
     rows = [
         Row("units", len(predicted), len(found)),
@@ -135,7 +135,8 @@ def _measure(model: nn.Module, step: Callable[[], Any], warm_up: int) -> tuple[i
         return torch.cuda.max_memory_allocated(device.device), events.events[-1].time_ms, events.events
     with _Counted() as counted:
         with engine_access():  # also what no operator of the step touches: a unit that is not used
-            counted.touch([*model.parameters(), *model.buffers()])
+            shards = [flat.masters.vector for info in units(model) for flat in info.flats]  # None: in a file
+            counted.touch([*shards, *(p for p in model.parameters() if info_of(p) is None), *model.buffers()])
         for _ in range(warm_up):
             step()
         counted.peak = counted.live()

@@ -72,7 +72,7 @@ class Plan:
         traffic: Every collective of one step, and their bytes.
         tasks: Computation and communication in program order.
         to_device_bytes, to_host_bytes: Shards that are copied in a step because something is offloaded.
-        disk_bytes: Optimizer state that a step reads and writes, together.
+        disk_bytes: Optimizer state, and masters, that a step reads and writes, together.
         full_peak_bytes: Most bytes of gathered parameters at a time.
         input_bytes: Of one microbatch.
         optimizer: Name of the optimizer.
@@ -302,14 +302,14 @@ def _resting(
     parameters = sum(unit.shard_bytes for unit in units)
     gradients = sum(units[unit].flats[flat].shard_bytes for unit, flat in reduced)
     optimizer, host, disk = update.state_bytes, 0, 0
+    masters = 0  # of those, what is kept beside the optimizer's state
     if offload.params is not None:
-        host += sum(
-            flat.layout.shard_numel * flat.compute_dtype.itemsize
-            for unit in units for flat in unit.flats if flat.compute_dtype != flat.dtype
-        )  # fmt: skip
+        mirrored = [flat for unit in units for flat in unit.flats if flat.compute_dtype != flat.dtype]
+        host += sum(flat.layout.shard_numel * flat.compute_dtype.itemsize for flat in mirrored)
+        masters = sum(flat.shard_bytes for flat in mirrored if flat.trainable)
     if offload.optimizer == "nvme":
-        disk, optimizer = optimizer, 0
-        host += offload.buffers * offload.buffer_bytes * update.state_tensors
+        disk, optimizer, parameters = optimizer + masters, 0, parameters - masters
+        host += offload.buffers * offload.buffer_bytes * (update.state_tensors + (masters > 0))
     if question.device != "cpu":
         if offload.params is not None:
             host, parameters, gradients = host + parameters + gradients, 0, 0

@@ -94,6 +94,7 @@ class Question:
             stage=row,
             shards_on_host=is_offloaded and self.device != "cpu",
             shards_apart=is_offloaded and self.device == "cpu",
+            agrees_on_updates=self.offload.optimizer == "nvme",
             shard_size=shard,
             replicate_size=replicate,
             prefetch=self.prefetch,

@@ -22,7 +22,7 @@ from .traffic import Program
 
 __all__ = ["Replay"]
 
-_CONTROL_BYTES = 1024  # the message at the end of backward, for up to 1008 parameters
+_CONTROL_BYTES = 1024  # a message of up to 1008 flags
 _CONTROL_HEAD = 16
 _STEPS = 3  # the first records the order, the second prefetches by it, the third is like all that follow
 
@@ -132,6 +132,8 @@ class Replay:
         memory.grow(UPDATE, self._update_bytes)
         memory.add(UPDATE, -self._update_bytes)
         self.program.update(*self._update_work)
+        if self.setup.agrees_on_updates:
+            self._tell(1)
         for flat in self._flats():
             if flat.has_shard:
                 flat.has_shard = False
@@ -338,7 +340,8 @@ class Replay:
             for unit in reversed(self.units):
                 if unit.has_unreduced:
                     self._reduce(unit)
-            self._compare()
+            flags = sum(len(f.planned.names) for f in self._flats() if f.planned.trainable)
+            self._tell(flags + sum(ignored.is_compared for ignored in self._ignored))
             self._reductions.finish()
             self._reduce_ignored()
             for flat in [flat for flat in self._flats() if flat.has_result]:
@@ -354,10 +357,9 @@ class Replay:
         for unit in list(self._resident):
             self._rest(unit)
 
-    def _compare(self) -> None:
+    def _tell(self, flags: int) -> None:
+        """A message of so many flags to all ranks."""
         if self.setup.size > 1:
-            flags = sum(len(f.planned.names) for u in self.units for f in u.flats if f.planned.trainable)
-            flags += sum(ignored.is_compared for ignored in self._ignored)
             size = -(-(_CONTROL_HEAD + flags) // _CONTROL_BYTES) * _CONTROL_BYTES
             self.program.send("control", self.units[0].name, size, torch.uint8, self.setup.size)
 

@@ -21,6 +21,7 @@ class Setup:
         transport_copies: The transport sums in a copy of its own, as gloo does.
         shards_on_host: Shards of parameters and gradients rest in host memory, beside a device.
         shards_apart: They rest in buffers of their own in the memory of the CPU that computes.
+        agrees_on_updates: After an update the ranks tell one another whether it went well, as with state in files.
         microbatches: Backwards per step.
         no_sync: All but the last of them run without synchronisation.
     """
@@ -34,6 +35,7 @@ class Setup:
     transport_copies: bool = False
     shards_on_host: bool = False
     shards_apart: bool = False
+    agrees_on_updates: bool = False
     microbatches: int = 1
     no_sync: bool = False
 

@@ -60,7 +60,7 @@ class Topology:
         disk_bandwidth: Bytes per second of a rank's share of a disk, for state there.
         launch_s: Host time to start a collective, which on a CPU the computation pays.
         scatter_passes: How often a reduce-scatter moves its bytes: once in a ring, twice in gloo (an all-reduce).
-        control_s: Time of the small message at the end of each backward.
+        control_s: Time of a small message, as at the end of each backward.
         overlaps: Whether collectives run beside the computation. False: they take its time, as threads on few cores do.
         straggler: How much slower the slowest rank computes, as a share: all others wait for it.
         jitter: Standard deviation of a rank's computation between two collectives, as a share; the slowest of N ranks

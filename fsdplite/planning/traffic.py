@@ -21,8 +21,8 @@ class WireCall:
     """One collective.
 
     Attributes:
-        kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"`` or ``"control"`` (the small message that
-            compares the order of units).
+        kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"`` or ``"control"`` (a small message: it
+            compares the order of units, or says that an update went well).
         unit: Whose.
         numel: Elements of the full side: what is gathered, scattered or reduced.
         dtype: On the wire.

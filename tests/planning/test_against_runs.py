@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from typing import Any
 
 import pytest
@@ -34,6 +35,9 @@ CONFIGURATIONS: dict[str, tuple[dict, dict, int, bool]] = {
     "stage 2, accumulation": ({}, {"stage": 2}, 2, False),
     "shards at rest in host memory": ({}, {"offload": fsdp.Offload(params="cpu")}, 1, False),
     "the same in bf16": ({}, {"offload": fsdp.Offload(params="cpu"), "precision": "bf16"}, 1, False),
+    "masters and moments in files": (
+        {}, {"offload": fsdp.Offload("cpu", "nvme", tempfile.gettempdir(), buffer_bytes=65536), "precision": "bf16"}, 1, False,
+    ),
     "lora": ({"adapters": 4}, {"precision": "bf16"}, 1, False),
     "big embedding": ({"vocabulary": 4000, "tied": False}, {}, 1, False),
     "big embedding, few tokens": ({"vocabulary": 20_000, "tied": False, "rows": 1}, {}, 1, False),
@@ -48,7 +52,9 @@ def measure(changes: dict, options: dict, microbatches: int, no_sync: bool) -> t
     rows, changes = rows_of(changes)
     model = seeded(GPT, **BASE | changes)
     fsdp.fsdp_wrap(model, **{"policy": fsdp.by_class(Block)} | options)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    offload = options.get("offload")
+    make = fsdp.offloaded if offload is not None and offload.optimizer else lambda cls, _, params, **s: cls(params, **s)
+    optimizer = make(torch.optim.AdamW, model, [p for p in model.parameters() if p.requires_grad], lr=1e-3)
     tokens = torch.randint(256, (rows, BASE["length"]))
 
     def step() -> None:

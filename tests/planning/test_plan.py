@@ -217,6 +217,9 @@ def test_offloaded_shards_and_state() -> None:
     assert disk.resting.disk == 8 * shard + counters and disk.disk_bytes == 2 * disk.resting.disk
     assert disk.resting.total == 8 * shard and disk.resting.host == 3 * 4096 * 2
     assert "offloaded to disk" in str(disk)
+    both = fsdp.plan(tower(), **base, offload=fsdp.Offload("cpu", "nvme", ".", buffers=3, buffer_bytes=4096))
+    assert both.resting.disk == (4 + 8) * shard + counters and both.disk_bytes == 2 * both.resting.disk
+    assert both.resting.total == 0 and both.resting.host == (4 + 2) * shard + 3 * 4096 * 3  # gradients, mirrors, buffers
     with pytest.raises(ConfigError, match="stage 0"):
         fsdp.plan(tower(), **base | {"stage": 0}, offload=fsdp.Offload(params="cpu"))
 
