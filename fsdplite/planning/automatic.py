@@ -22,12 +22,11 @@ from torch import nn
 from ..errors import ConfigError, FSDPError, PolicyError, UnknownOptionError
 from ..events import format_bytes
 from ..keywords import refuse_unknown
-from ..modules import has_forward, user_name
-from ..policy import Policy, by_class, by_name
-from ..recompute.blocks import find_blocks
+from ..policy import Policy, by_class
 from ..recompute.budget import parse_bytes
 from ..structure import tensors_in
 from .blueprint import Named
+from .boundaries import blocks_of, classes_of, ways_to_wrap
 from .prediction import Plan, answer, apart
 from .question import DEFAULTS, Question, ask
 from .timeline import Timeline, simulate
@@ -36,8 +35,6 @@ from .topology import Link, Topology
 __all__ = ["Auto", "Choice", "auto"]
 
 _CLOSE = 1.005  # steps this close are equal, and the smaller peak decides
-_LARGE_SHARE = 0.25  # of a block: modules beside the blocks that are worth a unit
-_PART_SHARE = 0.1  # of a block: its parts that are
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,8 +234,8 @@ class _Search:
     def run(self) -> Choice:
         """Unit boundaries with every prefetch and what is kept; then recomputation of the best of them."""
         model = self.question.model
-        blocks = _blocks(model)
-        policies = list(_policies(model, blocks))
+        blocks = blocks_of(model)
+        policies = list(ways_to_wrap(model, blocks))
         self._watch_for(policy for _, policy in policies)
         for name, policy in policies:
             # One unit has nothing to prefetch, and keeps itself unless told not to.
@@ -249,7 +246,7 @@ class _Search:
         if blocks and self.question.batch is not None and not self._fits(self._best(by_block)):
             smallest = sorted(self.found, key=lambda c: c.peak_bytes)[:2]
             for candidate in [*smallest, by_block]:
-                for again in ("sqrt", by_class(*_classes(blocks))):
+                for again in ("sqrt", by_class(*classes_of(blocks))):
                     self._try(**_fields(candidate), recompute=again)
         return Choice(
             best=self._best(by_block),
@@ -295,80 +292,3 @@ def _fields(candidate: Candidate) -> dict[str, Any]:
     options = candidate.options
     return {"name": candidate.name, "policy": options["policy"], "prefetch": options["prefetch"],
             "reshard": options["reshard_after_forward"]}  # fmt: skip
-
-
-# ----------------------------------------------------------------------------------------------------- unit boundaries
-
-
-def _policies(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, Policy | None]]:
-    """Wrappings to try, by block first (as one unit where there are no blocks)."""
-    if blocks:
-        by_block = by_class(*_classes(blocks))
-        yield "by block", by_block
-        beside = _beside(model, blocks)
-        if beside:
-            yield "blocks and large modules beside them", by_block | by_name(*beside)
-        parts = _parts(blocks)
-        if parts:
-            yield "parts of blocks", by_block | by_name(*parts)
-            if beside:
-                yield "parts of blocks, large modules beside them", by_block | by_name(*parts) | by_name(*beside)
-        around = _around(model, blocks)
-        if around:
-            yield "modules around blocks", by_name(*around)
-    yield "one unit", None
-
-
-def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    try:
-        return find_blocks(model)
-    except PolicyError:
-        return []
-
-
-def _classes(blocks: list[tuple[str, nn.Module]]) -> list[str]:
-    return list(dict.fromkeys(type(block).__name__ for _, block in blocks))
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _beside(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[str]:
-    """Modules outside the blocks that own much: embeddings, heads. A tied weight stays with the root."""
-    inside = {id(inner) for _, block in blocks for inner in block.modules()}
-    holders: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                holders[id(parameter)] = holders.get(id(parameter), 0) + 1
-    least = _LARGE_SHARE * max(_numel(block) for _, block in blocks)
-    found = []
-    for name, module in model.named_modules():
-        own = [parameter for parameter in module._parameters.values() if parameter is not None]
-        if not name or id(module) in inside or not own or not has_forward(module):
-            continue
-        if all(holders[id(p)] == 1 for p in own) and sum(p.numel() for p in own) >= least:
-            found.append(user_name(name))
-    return found
-
-
-def _parts(blocks: list[tuple[str, nn.Module]]) -> list[str]:
-    """Direct children of blocks that own a good part of them."""
-    return [
-        user_name(f"{name}.{key}")
-        for name, block in blocks
-        for key, child in block.named_children()
-        if has_forward(child) and _numel(child) >= _PART_SHARE * _numel(block)
-    ]
-
-
-def _around(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[str]:
-    """Modules below the root that hold several blocks and are called: an encoder, a stage."""
-    found: list[str] = []
-    names = [name for name, _ in blocks]
-    for name, module in model.named_modules():
-        covered = any(name.startswith(f"{outer}.") for outer in found)
-        if name and not covered and has_forward(module) and sum(n.startswith(f"{name}.") for n in names) > 1:
-            found.append(name)
-    return [user_name(name) for name in found]

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ConfigError, PolicyError
+from ..errors import ConfigError
+from ..modules import user_name
 from ..offload.options import Offload
-from ..policy import by_class
+from ..policy import by_class, by_name
 from ..precision import as_precision
-from ..recompute.blocks import find_blocks
 from ..structure import map_tensors, tensors_in
+from .boundaries import blocks_of, classes_of, large_beside
 
 if TYPE_CHECKING:
     from .prediction import Plan
@@ -99,10 +100,15 @@ def _offload_s(plan: Plan) -> float:
 
 def candidates(question: Question) -> Iterator[Change]:
     """Changes to try, each by itself. A change that turns out to be impossible raises when its plan is made."""
-    blocks = _block_classes(question)
-    if question.policy is None and blocks is not None:
-        names = ", ".join(f'"{name}"' for name in blocks)
-        yield Change(f"policy=by_class({names})", lambda q: q.but(policy=by_class(*blocks)))
+    blocks = classes_of(blocks_of(question.model))
+    by_block = by_class(*blocks) if blocks else None
+    if question.policy is None and by_block is not None:
+        yield Change(f"policy={by_block}", lambda q: q.but(policy=by_block) if q.policy is None else None)
+    large = _large_beside_units(question)
+    if large:
+        base = question.policy or by_block
+        policy = by_name(*large) if base is None else base | by_name(*large)
+        yield Change(f"policy={policy}", lambda q: q.but(policy=policy))
     if question.prefetch:
         yield Change("prefetch=0", lambda q: q.but(prefetch=0) if q.prefetch else None, "gathers are not hidden")
     if question.reshard_after_forward is not True:
@@ -112,13 +118,9 @@ def candidates(question: Question) -> Iterator[Change]:
         )
     for stage in range(question.stage + 1, 4):
         yield Change(f"stage={stage}", lambda q, stage=stage: q.but(stage=stage) if q.stage < stage else None)
-    if question.batch is not None and blocks is not None and question.recompute is None:
+    if question.batch is not None and by_block is not None and question.recompute is None:
         yield Change('recompute="sqrt"', lambda q: q.but(recompute="sqrt") if q.recompute is None else None)
-        names = ", ".join(f'"{name}"' for name in blocks)
-        yield Change(
-            f"recompute=by_class({names})",
-            lambda q: q.but(recompute=by_class(*blocks)) if q.recompute is None else None,
-        )
+        yield Change(f"recompute={by_block}", lambda q: q.but(recompute=by_block) if q.recompute is None else None)
     if question.batch is not None and (size := batch_size(question.batch)) is not None and size % 2 == 0:
         yield Change(
             f"microbatches={2 * question.microbatches} of half the size",
@@ -151,12 +153,11 @@ def _more_ranks(question: Question, factor: int) -> Question:
     return question.but(world_size=question.world_size * factor, mesh=(replicas, shards * factor))
 
 
-def _block_classes(question: Question) -> list[str] | None:
-    try:
-        found = find_blocks(question.model)
-    except PolicyError:
-        return None
-    return list(dict.fromkeys(type(module).__name__ for _, module in found))
+def _large_beside_units(question: Question) -> list[str]:
+    """Embeddings and heads that the root would hold full as long as it runs."""
+    blueprint, _ = question.run()
+    units = {user_name(unit.name) for unit in blueprint.partition.units}
+    return [name for name in large_beside(question.model, blocks_of(question.model)) if name not in units]
 
 
 def batch_size(batch: tuple[tuple, dict]) -> int | None:

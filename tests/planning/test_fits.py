@@ -68,6 +68,18 @@ def test_remedies_fit_are_sorted_and_tell_saving_and_price(root_only: Plan) -> N
     assert checked
 
 
+@pytest.mark.parametrize("policy", [fsdp.by_class("Block"), None], ids=str)
+def test_a_large_embedding_is_advised_to_be_a_unit_where_that_is_cheapest(policy: object) -> None:
+    """Two matrices of 20,000 x 64 that the root holds for the whole step, beside blocks of 50,000 elements."""
+    options = {"world_size": 8, "policy": policy, "precision": "bf16", "inputs": TOKENS[:1]}
+    plan = fsdp.plan(lambda: GPT(2, 64, 20_000, 64, tied=False), **options)
+    by_hand = plan.but(policy=fsdp.by_class("Block") | fsdp.by_name("embed", "head"))
+    remedy = refusal(plan, by_hand.peak_bytes).remedies[0]
+    assert remedy.text == 'policy=by_class("Block") | by_name("embed", "head")'
+    assert remedy.peak_bytes == by_hand.peak_bytes < plan.peak_bytes - 2 * 20_000 * 64
+    assert not any("by_name" in remedy.text for remedy in refusal(by_hand, by_hand.peak_bytes - 1).remedies)
+
+
 @pytest.mark.slow
 def test_changes_are_combined_where_none_is_enough(root_only: Plan) -> None:
     plan = root_only
