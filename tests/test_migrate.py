@@ -7,7 +7,6 @@ import textwrap
 
 import pytest
 
-from fsdplite.migration import config_settings
 from fsdplite.migration.finder import find
 
 
@@ -259,43 +258,6 @@ def test_deepspeed() -> None:
         (21, "change", "fsdp.fsdp_wrap(Net(), policy, stage=...)"),
     ]
     assert found(source)[0] == (3, "change", written)
-
-
-def test_deepspeed_configuration() -> None:
-    text = """{
-  "train_micro_batch_size_per_gpu": "auto",
-  "gradient_accumulation_steps": 8,
-  "gradient_clipping": 0.5,
-  "bf16": {"enabled": false},
-  "fp16": {"enabled": true, "loss_scale": 0, "initial_scale_power": 12},
-  "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": "auto"}},
-  "zero_optimization": {
-    "stage": 2,
-    "offload_optimizer": {"device": "nvme", "nvme_path": "\\/fast"},
-    "offload_param": {"device": "nvme"},
-    "overlap_comm": true, "zero_quantized_weights": true
-  },
-  "flops_profiler": {"enabled": false, "profile_step": 1},
-  "my_setting": null, "other_setting": 1
-}"""
-    findings = config_settings.findings(config_settings.parse_json(text.encode()))
-    assert [(f.line, f.verdict, f.write) for f in findings] == [
-        (1, "change", 'fsdp.fsdp_wrap(model, policy, stage=2, precision="fp16", '
-                      'offload=fsdp.Offload(optimizer="nvme", path="/fast"))'),
-        (2, "change", ""),
-        (3, "change", "(loss / 8).backward()"),
-        (4, "change", "model.clip_grad_norm_(0.5)"),
-        (6, "change", 'precision="fp16"'),
-        (6, "change", "scaler = fsdp.LossScaler(init_scale=2.0**12)"),
-        (7, "change", "optimizer = fsdp.offloaded(torch.optim.AdamW, model, lr=0.0003, betas=(0.9, 0.95))"),
-        (9, "change", "stage=2"),
-        (10, "change", 'offload=fsdp.Offload(optimizer="nvme", path="/fast")'),
-        (11, "none", ""),
-        (12, "drop", ""),
-        (12, "none", ""),
-        (15, "none", ""),
-        (15, "none", ""),
-    ]  # fmt: skip
 
 
 def test_megatron_fsdp() -> None:

@@ -32,12 +32,17 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_folders_are_walked_in_order(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (project / "notes.ipynb").write_text("{}", encoding="utf-8")
+    cells = [{"cell_type": "markdown", "source": "x = ("}, {"cell_type": "code", "source": [
+        "%pip install x\n", "from torch.nn.parallel import DistributedDataParallel as D\n", "m = D(m)\n", "m?"]},
+        {"cell_type": "code", "source": "%%bash\nls (\n"}, {"cell_type": "code", "source": "x = 1\nm.module"}]  # fmt: skip
+    (project / "notes.ipynb").write_text(json.dumps({"cells": cells}), encoding="utf-8")
     assert main(["migrate", "--json", ".", "b.py"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["fine"] and document["files_read"] == 3 and document["problems"] == []
-    assert [file["path"] for file in document["files"]] == ["./b.py", "./a/train.py"]
-    assert document["notebooks"] == ["./notes.ipynb"]
+    assert document["fine"] and document["files_read"] == 4 and document["problems"] == []
+    assert [file["path"] for file in document["files"]] == [
+        "./b.py", "./notes.ipynb, cell 2", "./notes.ipynb, cell 4", "./a/train.py"
+    ]  # fmt: skip
+    assert [file["findings"][0]["line"] for file in document["files"]] == [2, 3, 2, 2]
     (finding,) = document["files"][0]["findings"]
     assert finding["found"] == "fully_shard(model)" and finding["line"] == 2 and finding["column"] == 1
     assert finding["write"] == "fsdp.fsdp_wrap(model)" and finding["engine"] == "FSDP2"
@@ -49,10 +54,13 @@ BAD = {
     "latin.py": (b"x = '\xe9'\n", "cannot be parsed", None),
     "deep.py": (b"x = " + b"-" * 100_000 + b"1\n", "cannot be parsed", None),
     "chain.py": (b"x = a" + b".b()" * 20_000 + b"\n", "nested too deeply", None),
-    "notes.ipynb": (b"{}", "notebooks are not supported", None),
+    "notes.ipynb": (b"{}", "no notebook: it has no cells", None),
+    "cell.ipynb": (b'{"cells": [{"cell_type": "code", "source": "x = ("}]}', "cell 1: '(' was never closed", 1),
+    "tag.yaml": (b"fsdp_config:\n  a: &anchor 1\n", "'&' has a meaning in YAML that is not read", 2),
+    "other.yml": (b"name: 1\n", "no configuration of DeepSpeed", None),
     "bad.json": (b'{"bf16": {"enabled": true},\n "fp16": }', "cannot be parsed", 2),
-    "other.json": (b'{"name": 1}', "no DeepSpeed configuration", None),
-    "list.json": (b"[1]", "no DeepSpeed configuration", None),
+    "other.json": (b'{"name": 1}', "no configuration of DeepSpeed", None),
+    "list.json": (b"[1]", "no configuration of DeepSpeed", None),
     "data.csv": (b"1,2", "expected a Python source", None),
 }
 

@@ -28,13 +28,13 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "migrate",
         help="what a script uses of DDP, FSDP, DeepSpeed, ..., and what to write instead",
-        description="Read Python sources and DeepSpeed configurations, find what they use of torch's DDP, FSDP1, FSDP2 "
+        description="Read Python sources, notebooks and configurations of DeepSpeed and Accelerate, find what they use of torch's DDP, FSDP1, FSDP2 "
         "and distributed checkpoints, DeepSpeed's ZeRO, Megatron-FSDP and Accelerate, and say for each use what to write "
         "with fsdplite. Files are parsed, never imported, run or changed.",
         epilog="exit codes: 0 every use has a counterpart, 1 some have none or a file could not be read, 2 usage",
     )
     parser.add_argument("paths", nargs="+", metavar="PATH",
-                        help="a Python file, a folder of them, or a DeepSpeed configuration (JSON)")  # fmt: skip
+                        help="a Python file, a notebook, a folder of them, or a configuration of DeepSpeed or Accelerate (JSON, YAML)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_run)
 
@@ -58,7 +58,6 @@ def _document(report: Report) -> dict[str, Any]:
         "counts": report.counts(),
         "files": [asdict(file) for file in report.files],
         "problems": [asdict(problem) for problem in report.problems],
-        "notebooks": report.notebooks,
     }
 
 
@@ -75,9 +74,6 @@ def _text(report: Report) -> str:
     for problem in report.problems:
         where = escaped(problem.path) + (f":{problem.line}" if problem.line is not None else "")
         lines += _wrapped(f"problem   {where}: {escaped(problem.problem)}", width, _INDENT)
-    if report.notebooks:
-        shown = ", ".join(escaped(path) for path in report.notebooks)
-        lines += _wrapped(f"not read  {shown}: notebooks are not supported", width, _INDENT)
     counts = report.counts()
     found = ", ".join(f"{counts[verdict]} {what}" for verdict, what in VERDICTS.items())
     uses = sum(counts.values())

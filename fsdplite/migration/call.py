@@ -175,7 +175,7 @@ def _options(arguments: Mapping[str, Argument], use: Use) -> str:
             fragments += [argument.absent] if argument.absent else []
             use.notes += [argument.absent_note] if argument.absent_note else []
             continue
-        key = key_of(use.resolve(node))
+        key = _key_in(argument.values, use.resolve(node))
         is_left_out = not (argument.to or argument.values or argument.none)
         if key in argument.values or key in argument.templates or (is_left_out and not isinstance(node, ast.Dict)):
             use.finish(node)
@@ -191,12 +191,15 @@ def _options(arguments: Mapping[str, Argument], use: Use) -> str:
             fragments += [argument.values[key]] if argument.values[key] else []
         elif argument.values and not argument.to:
             use.finish(node)
-            known = ", ".join(f"{value} is {_in_short(text)}" for value, text in argument.values.items())
+            known = ", ".join(f"{value} is {_in_short(text)}" for value, text in argument.values.items()
+                              if not value.isdigit())
             use.notes.append(f"{name}={one_line(node, 40)} is chosen when it runs: {known}")
             fragments += [argument.otherwise] if argument.otherwise else []
         elif argument.to.isdigit():
             if key not in argument.harmless:
                 placed[argument.to] = use.text(node)
+        elif argument.to == "mesh" and isinstance(use.resolve(node), ast.Tuple):
+            use.finish(node)  # a pair of groups, which its note is about
         elif argument.to and key != "None":
             named[argument.to] = use.text(node)
     for fragment in fragments:
@@ -212,6 +215,16 @@ def _options(arguments: Mapping[str, Argument], use: Use) -> str:
     return "".join(", " + part for part in parts)
 
 
+def _key_in(values: Mapping[str, str], node: ast.expr) -> str:
+    """The key of a value; of an enum's member also as ``Enum(2)`` and ``Enum["NAME"]``."""
+    key, inner = key_of(node), None
+    if isinstance(node, ast.Subscript):
+        inner = node.slice
+    elif isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
+        inner = node.args[0]
+    return key_of(inner) if key not in values and isinstance(inner, ast.Constant) and key_of(inner) in values else key
+
+
 def _in_short(text: str) -> str:
     return ", ".join(part.partition("(")[0] for part in text.split("; ")) if text else "the default"
 
@@ -223,6 +236,8 @@ def _elements(use: Use, node: ast.expr) -> list[str]:
         behind = use.resolve(behind.args[0])
     if isinstance(behind, (ast.Set, ast.List, ast.Tuple)):
         return [use.text(element) for element in behind.elts]
+    if isinstance(behind, ast.Constant) and isinstance(behind.value, str):
+        return [repr(name.strip()) for name in behind.value.split(",")]
     return ["*" + use.text(node)]
 
 
@@ -247,8 +262,8 @@ def _owner_of(node: ast.expr) -> str:
 def _settings_of(use: Use) -> str:
     """What a DeepSpeed configuration that is written out asks of ``fsdp_wrap``."""
     node = use.given.get("config", use.given.get("config_params"))
-    behind = use.resolve(node) if node is not None else None
-    if isinstance(behind, ast.Dict):
+    behind = config_settings.written_out(use.resolve(node)) if node is not None else None
+    if behind is not None:
         return config_settings.wrap_options(behind)
     where = one_line(node, 40) if node is not None else "a file that the command line names"
     use.notes.append(f"stage, precision and offload are in {where}: give the JSON file as a PATH too")

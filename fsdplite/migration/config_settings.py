@@ -11,10 +11,12 @@ from typing import Any
 
 from .rule import CHANGE, DROP, NONE, Finding
 
-__all__ = ["NAME", "SETTINGS", "Setting", "findings", "is_config", "parse_json", "wrap_options"]
+__all__ = ["NAME", "SETTINGS", "Setting", "findings", "is_config", "literal", "wrap_options", "written_out"]
 
 NAME = "DeepSpeed config"
 _SIGNS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps")
+_OTHER_NAMES = {"bfloat16": "bf16"}
+_WHOLE_SECTIONS = {"zero_optimization": "stage", "bf16": "enabled", "fp16": "enabled"}  # what a bare value says
 _WORDS = {"true": True, "false": False, "null": None}
 _UNKNOWN = object()
 
@@ -43,18 +45,20 @@ class Setting:
 
 
 _OPTIMIZERS = {
-    "Adam": "torch.optim.AdamW", "AdamW": "torch.optim.AdamW", "SGD": "torch.optim.SGD",
-    "Adagrad": "torch.optim.Adagrad",
+    "Adam": "torch.optim.AdamW", "AdamW": "torch.optim.AdamW",
+    **{name: f"torch.optim.{name}" for name in ("SGD", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam")},
 }  # fmt: skip
 _WHOLE = {
     name: "it reads whole tensors or compresses gradients: use an element-wise optimizer of torch.optim"
-    for name in ("Lamb", "LAMB", "Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb")
-}
+    for name in ("Lamb", "Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+} | {"Lion": "torch.optim has none: use another element-wise optimizer"}
 _HYBRID = 'mesh=init_device_mesh("cuda", (replicas, {value}), mesh_dim_names=("dp_replicate", "dp_shard"))'
 _UNIT_WISE = "fsdplite moves whole units: their size is the policy's, and fsdp.auto chooses it from a cost model"
 
+_STAGES = ("0", "1", "2", "3")
+
 SETTINGS: dict[str, Setting] = {
-    "zero_optimization.stage": Setting("stage={value}", off=(None,)),
+    "zero_optimization.stage": Setting(values={stage: f"stage={stage}" for stage in _STAGES}, off=(None,)),
     "zero_optimization.offload_optimizer.device": Setting(
         values={
             "cpu": 'offload=fsdp.Offload(optimizer="cpu")',
@@ -126,11 +130,12 @@ SETTINGS: dict[str, Setting] = {
     "optimizer.type": Setting(
         values={name: f"optimizer = {{made:{there}}}" for name, there in _OPTIMIZERS.items()},
         none=_WHOLE,
-        note="fused=True is torch's fastest; DeepSpeed's Adam decouples weight decay, as AdamW does",
+        note="fused=True is torch's fastest; DeepSpeed's Adam is AdamW unless adam_w_mode is false",
     ),
     **{
         f"optimizer.params.{name}": Setting(is_part=True)
-        for name in ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "amsgrad")
+        for name in ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "amsgrad", "torch_adam",
+                     "adam_w_mode")
     },
     "optimizer": Setting(verdict=DROP, note="torch.optim's fused=True and foreach=True are its fast forms"),
     "scheduler.type": Setting(
@@ -176,36 +181,35 @@ SETTINGS: dict[str, Setting] = {
 }  # fmt: skip
 
 
-def parse_json(data: bytes) -> ast.Dict:
-    """A JSON object as Python's tree, which knows lines.
+def written_out(node: ast.AST) -> ast.Dict | None:
+    """A dictionary that is written out, as ``{...}`` or as ``dict(...)``, with all inside it as ``{...}``."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict" and not node.args:
+        keys = [ast.copy_location(ast.Constant(k.arg), k) if k.arg is not None else None for k in node.keywords]
+        values = [keyword.value for keyword in node.keywords]
+    elif isinstance(node, ast.Dict):
+        keys, values = node.keys, node.values
+    else:
+        return None
+    return ast.copy_location(ast.Dict(keys, [written_out(value) or value for value in values]), node)
 
-    Raises:
-        ValueError: It is not JSON, or not an object, or has no DeepSpeed setting.
+
+def is_config(node: ast.Dict, alone: bool = False) -> bool:
+    """Whether a dictionary is a configuration.
+
+    Args:
+        node: The dictionary.
+        alone: It is the document of a file, or one in it: fewer signs are enough than in a script.
     """
-    text = data.decode("utf-8-sig")
-    document = json.loads(text)
-    if not isinstance(document, dict) or not any(name in document for name in _SIGNS + ("bf16", "fp16", "optimizer")):
-        raise ValueError("this JSON is no DeepSpeed configuration: it has none of its settings")
-    text = re.sub(r"\\(.)", lambda match: "/" if match[1] == "/" else match[0], text)  # \/ is no escape in Python
-    tree = ast.parse(f"(\n{text}\n)", mode="eval")
-    assert isinstance(tree.body, ast.Dict)
-    for node in ast.walk(tree):
-        if hasattr(node, "lineno"):
-            node.lineno -= 1
-    return tree.body
-
-
-def is_config(node: ast.Dict) -> bool:
-    """Whether a dictionary in a script is a configuration."""
     keys = {key.value for key in node.keys if isinstance(key, ast.Constant)}
-    return bool(keys.intersection(_SIGNS[:2]))
+    return bool(keys.intersection((*_SIGNS, "fp16", "bf16", "bfloat16", "optimizer") if alone else _SIGNS[:2]))
 
 
-def _literal(node: ast.expr) -> Any:
+def literal(node: ast.expr) -> Any:
+    """The value of an expression, in Python or in JSON; an object of its own if it is none."""
     if isinstance(node, ast.Name) and node.id in _WORDS:
         return _WORDS[node.id]
     if isinstance(node, ast.Dict) and None not in node.keys:
-        return {_literal(key): _literal(value) for key, value in zip(node.keys, node.values)}
+        return {literal(key): literal(value) for key, value in zip(node.keys, node.values)}
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError):
@@ -218,6 +222,15 @@ def _settings(node: ast.Dict, above: str = "") -> Iterator[tuple[str, ast.expr, 
         if not isinstance(key, ast.Constant):
             continue
         path = f"{above}{key.value}"
+        if not above:
+            path = _OTHER_NAMES.get(path, path)
+            given = literal(value)
+            if path in _WHOLE_SECTIONS and not isinstance(value, ast.Dict):
+                if given is None:
+                    continue
+                path = f"{path}.{_WHOLE_SECTIONS[path]}"
+                value = ast.copy_location(ast.Constant(int(given)), value) if path.endswith("stage") and isinstance(
+                    given, bool) else value
         if isinstance(value, ast.Dict) and value.keys and (path in _sections() or not above):
             yield from _settings(value, path + ".")
         else:
@@ -229,18 +242,20 @@ def _sections() -> set[str]:
 
 
 def _values(node: ast.Dict) -> dict[str, Any]:
-    return {path: _literal(value) for path, _, value in _settings(node)}
+    return {path: literal(value) for path, _, value in _settings(node)}
 
 
 def wrap_options(node: ast.Dict) -> str:
     """``, stage=3, precision="bf16", ...`` for ``fsdp_wrap``."""
     values = _values(node)
-    stage = values.get("zero_optimization.stage", 0)
-    options = [f"stage={stage if isinstance(stage, int) else '...'}"]
-    for word in ("bf16", "fp16"):
-        if values.get(f"{word}.enabled") is True:
-            options.append(f'precision="{word}"')
-            break
+    stage = str(values.get("zero_optimization.stage", 0))
+    options = [f"stage={stage if stage in _STAGES else '...'}"]
+    enabled = {word: values.get(f"{word}.enabled", False) for word in ("bf16", "fp16")}
+    sure = [word for word, value in enabled.items() if value is True]
+    if sure:
+        options.append(f'precision="{sure[0]}"')
+    elif any(value not in (False, None) for value in enabled.values()):
+        options.append("precision=...")
     offload = _offload(values)
     if offload:
         options.append(f"offload=fsdp.Offload({offload})")
@@ -288,7 +303,7 @@ def findings(node: ast.Dict) -> list[Finding]:
 def _finding(
     path: str, setting: Setting | None, values: Mapping[str, Any], key: ast.expr, value: ast.expr
 ) -> Finding | None:
-    given = _literal(value)
+    given = literal(value)
     shown = f"{path}: {ast.unparse(value)}"
     shown = shown if len(shown) <= 100 else shown[:97] + "..."
 
@@ -300,18 +315,21 @@ def _finding(
         return finding(NONE, "", f"{path} is not known to this tool: look in the guide")
     if setting.is_part or any(given is off or (given == off and type(given) is type(off)) for off in setting.off):
         return None
-    if isinstance(given, str) and given in setting.none:
-        return finding(NONE, "", setting.none[given])
-    if given == "auto":
+    known_as = str(given)
+    if path == "optimizer.type":  # DeepSpeed takes its own in any case of letters
+        known_as = next((name for name in (*setting.values, *setting.none) if name.lower() == known_as.lower()), known_as)
+    if known_as in setting.none:
+        return finding(NONE, "", setting.none[known_as])
+    if given == "auto" and setting.verdict != DROP:
         return finding(CHANGE, setting.write.replace("{value}", "..."), "the Trainer fills it in: choose it yourself")
     write = setting.write
     if setting.values:
         if given is _UNKNOWN:
             known = ", ".join(f'"{name}" is {text}' for name, text in setting.values.items())
             return finding(CHANGE, "", f"it is chosen when it runs: {known}")
-        if not isinstance(given, str) or given not in setting.values:
+        if known_as not in setting.values:
             return finding(NONE, "", f"{path}: {ast.unparse(value)} is not known to this tool")
-        write = setting.values[given]
+        write = setting.values[known_as]
     text = "..." if given is _UNKNOWN else ast.unparse(value)
     write = write.replace("{value}", text).replace("{path}", _path(values))
     write = re.sub(r"\{made:([\w.]+)\}", lambda match: _optimizer(match[1], values), write)
@@ -326,12 +344,18 @@ def _from_inside(path: str) -> list[str]:
 def _optimizer(name: str, values: Mapping[str, Any]) -> str:
     """The call that makes the optimizer, with the settings that torch's has too."""
     known = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "amsgrad")
-    given = {key: values.get(f"optimizer.params.{key}", "auto") for key in known}
-    settings = "".join(f", {key}={_shown(value)}" for key, value in given.items() if value != "auto")
+    parameters = "optimizer.params."
+    given = {key: values[parameters + key] for key in known if parameters + key in values}
+    if name == "torch.optim.AdamW":
+        if str(values["optimizer.type"]).lower() == "adam" and values.get(parameters + "adam_w_mode") is False:
+            name = "torch.optim.Adam"
+        if values.get(parameters + "torch_adam") is not True:
+            given.setdefault("weight_decay", 0.0)  # torch.optim.AdamW's own is 0.01
+    settings = "".join(f", {key}={_shown(value)}" for key, value in given.items())
     if "optimizer=" in _offload(values):
         return f"fsdp.offloaded({name}, model{settings})"
     return f"{name}(model.parameters(){settings})"
 
 
 def _shown(value: Any) -> str:
-    return "..." if value is _UNKNOWN else repr(tuple(value) if isinstance(value, list) else value)
+    return "..." if value is _UNKNOWN or value == "auto" else repr(tuple(value) if isinstance(value, list) else value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .rule import ANY, CHANGE, DROP, KEEP, NONE, Argument, Engine, Rule
+from .rule import ANY, CHANGE, DROP, KEEP, NONE, UNIT, Argument, Engine, Rule
 
 __all__ = ["DDP", "DDP_TOOLS", "NO_SYNC_NOTE", "SCALERS", "SHARED"]
 
@@ -35,7 +35,8 @@ DDP = Engine(
             },
             note="stages 1 to 3 with a policy save memory: fsdp.fsdp_wrap(model, fsdp.by_class(Block)); the module "
                  "stays the one it was, without .module",
-            reference="fsdp.FSDPUnit",
+            reference=UNIT,
+            handed_on="functools.partial(fsdp.fsdp_wrap, stage=0)",
             makes="DDP model",
         ),
         Rule(
@@ -43,7 +44,8 @@ DDP = Engine(
             "fsdp.fsdp_wrap({module}, stage=0)",
             parameters="module device_ids output_device dim",
             note="one process per GPU: start it with torchrun; device = fsdp.init_distributed()",
-            reference="fsdp.FSDPUnit",
+            reference=UNIT,
+            handed_on="functools.partial(fsdp.fsdp_wrap, stage=0)",
             makes="DDP model",
         ),
         Rule("no_sync", verdict=KEEP, note=NO_SYNC_NOTE, of="DDP model"),
@@ -75,8 +77,23 @@ DDP = Engine(
             KEEP,
             "it gives the same result, more slowly",
             parameters="parameters max_norm norm_type",
-            arguments={"norm_type": Argument(to="norm_type")},
+            arguments={
+                "norm_type": Argument(to="norm_type"),
+                "error_if_nonfinite": Argument(note="the norm that is returned tells"),
+            },
         ),
+        Rule("utils.get_total_norm", 'norm = model.clip_grad_norm_(float("inf"))',
+             note="the norm of slices is no norm: this only measures"),
+        Rule("utils.clip_grads_with_norm_",
+             "{parameters!owner}.clip_grad_norm_({max_norm})", parameters="parameters max_norm total_norm",
+             note="it measures and clips"),
+        Rule("utils.parameters_to_vector utils.convert_parameters.parameters_to_vector",
+             "fsdp.full_params({parameters!owner})",
+             note="a context: inside it the vector is whole, outside it would be one of slices",
+             parameters="parameters"),
+        Rule("utils.vector_to_parameters utils.convert_parameters.vector_to_parameters",
+             "fsdp.full_params({parameters!owner}, writeback=True)", parameters="vec parameters",
+             note="a context: inside it parameters are whole, and are written back at its end"),
         Rule("utils.stateless.functional_call", verdict=NONE,
              note="a wrapped model keeps its own weights, and refuses it"),
     ),
@@ -95,7 +112,15 @@ DDP_TOOLS = Engine(
             KEEP,
             "or leave it: a group that exists is used. fsdp.init_distributed also picks the device",
             parameters="backend init_method timeout world_size rank",
-            arguments={"backend": Argument(to="1"), "timeout": Argument(to="timeout")},
+            arguments={
+                "backend": Argument(to="1"),
+                "timeout": Argument(to="timeout"),
+                **{
+                    name: Argument(note=f"fsdp.init_distributed reads torchrun's variables and takes no {name}: where "
+                                        "processes are started in another way (mp.spawn), keep this line")
+                    for name in ("rank", "world_size", "init_method", "store")
+                },
+            },
         ),
         Rule("algorithms.join.Join algorithms.Join", verdict=NONE, note=_JOIN_NOTE),
         Rule(
@@ -122,7 +147,9 @@ DDP_TOOLS = Engine(
             arguments={
                 name: Argument(to=name)
                 for name in ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "amsgrad", "fused",
-                             "foreach")
+                             "foreach", "alpha", "centered", "dampening", "etas", "initial_accumulator_value", "lambd",
+                             "lr_decay", "maximize", "momentum_decay", "rho", "step_sizes", "capturable",
+                             "differentiable", "decoupled_weight_decay")
             },
             note="the plain optimizer, with fsdp.fsdp_wrap(model, policy, stage=1): its state is sharded by the "
                  "wrapping",

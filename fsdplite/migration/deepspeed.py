@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .rule import DROP, KEEP, NONE, Argument, Engine, Rule
+from .rule import DROP, KEEP, NONE, UNIT, Argument, Engine, Rule
 
 __all__ = ["DEEPSPEED"]
 
@@ -30,7 +30,7 @@ DEEPSPEED = Engine(
         ),
         Rule("init_distributed comm.init_distributed", "device = fsdp.init_distributed()"),
         Rule("add_config_arguments", verdict=DROP, note="options are arguments of fsdp_wrap"),
-        Rule("DeepSpeedEngine runtime.engine.DeepSpeedEngine", "fsdp.FSDPUnit"),
+        Rule("DeepSpeedEngine runtime.engine.DeepSpeedEngine", UNIT),
         # ------------------------------------------------------------------------------------------- the engine
         Rule("backward", "{loss}.backward()", of=_KIND, parameters="loss",
              note="with gradient accumulation divide the loss yourself: the engine did"),
@@ -53,30 +53,49 @@ DEEPSPEED = Engine(
         Rule("get_global_grad_norm", "norm = {self}.clip_grad_norm_(max_norm)", of=_KIND,
              note="clipping returns the norm"),
         Rule("device", "device", of=_KIND, is_attribute=True, note="what fsdp.init_distributed() returned"),
+        Rule("get_lr", "scheduler.get_last_lr()", of=_KIND),
+        Rule("optimizer", "optimizer", of=_KIND, is_attribute=True, note="the one that you made"),
+        Rule("lr_scheduler", "scheduler", of=_KIND, is_attribute=True, note="the one that you made"),
+        Rule("global_steps global_samples micro_steps skipped_steps", verdict=DROP, of=_KIND, is_attribute=True,
+             note="count steps yourself; fsdp.save_checkpoint takes the step, and extra= other counters"),
+        Rule("cur_scale loss_scale", "scaler.get_scale()", of=_KIND, is_attribute=True, note="of fsdp.LossScaler"),
+        Rule("zero_optimization_stage zero_optimization zero_optimization_partition_weights "
+             "zero_optimization_partition_gradients bfloat16_enabled fp16_enabled zero_gather_16bit_weights_on_model_save "
+             "gradient_clipping zero_offload_optimizer zero_offload_param", verdict=DROP, of=_KIND,
+             note="it is what fsdp_wrap was told"),
+        Rule("_zero3_consolidated_16bit_state_dict _consolidated_16bit_state_dict",
+             "state = fsdp.full_state_dict({self}, dtype=torch.bfloat16)", of=_KIND,
+             note="on every rank; rank 0 has it"),
+        Rule("destroy empty_partition_cache allreduce_gradients set_train_batch_size", verdict=DROP, of=_KIND,
+             note="nothing to do"),
         Rule("local_rank global_rank world_size", verdict=DROP, of=_KIND, is_attribute=True,
              note="torch.distributed.get_rank() and get_world_size()"),
         Rule("train_batch_size train_micro_batch_size_per_gpu", verdict=DROP, note="the data loader's", of=_KIND),
         Rule("deepspeed_io", verdict=DROP, note="make the DataLoader yourself, with a DistributedSampler", of=_KIND),
         Rule("train_batch eval_batch", verdict=NONE, note="there is no pipeline parallelism", of=_KIND),
         # ---------------------------------------------------------------------------------------- parameters
-        Rule("zero.Init", 'torch.device("meta")',
+        Rule("zero.Init partition_parameters.Init", 'torch.device("meta")',
              note="a context, around the construction; fsdp.fsdp_wrap then makes units real one at a time, by "
                   "reset_parameters, or weights are loaded afterwards"),
         Rule(
-            "zero.GatheredParameters",
+            "zero.GatheredParameters partition_parameters.GatheredParameters",
             "fsdp.full_params(module{options})",
             parameters="params modifier_rank fwd_module enabled",
             arguments={"modifier_rank": Argument(values={"None": "", "0": "writeback=True; rank0_writes=True"},
                                                  otherwise="writeback=True; rank0_writes=True")},
             note="it takes the module that holds the parameters",
         ),
-        Rule("zero.register_external_parameter zero.unregister_external_parameter", verdict=DROP,
+        Rule("zero.register_external_parameter zero.unregister_external_parameter "
+             "partition_parameters.register_external_parameter partition_parameters.unregister_external_parameter",
+             verdict=DROP,
              note="a weight that two units use is tied before wrapping; a module that lends its weights shares their "
                   "unit"),
         Rule("zero.TiledLinear zero.tiling.TiledLinear", verdict=NONE, note="a layer is gathered whole"),
         Rule("utils.set_z3_leaf_modules utils.z3_leaf_module.set_z3_leaf_modules",
              "fsdp.by_class({leaf_module_classes!*=Block})", parameters="model leaf_module_classes",
              note="in the policy: a module of these classes is a unit, and nothing inside it is"),
+        Rule("partition_parameters.ZeroParamStatus", verdict=DROP,
+             note="weights outside forward are this rank's slices, and say so: there is no status to ask"),
         Rule("utils.safe_get_full_fp32_param utils.safe_set_full_fp32_param",
              "fsdp.full_params(module, writeback=True)",
              note="a context: inside it the module's parameters are the whole fp32 masters"),
@@ -94,10 +113,17 @@ DEEPSPEED = Engine(
         # ------------------------------------------------------------------------------------------- the rest
         Rule("ops.adam.DeepSpeedCPUAdam ops.adam.FusedAdam ops.adam.cpu_adam.DeepSpeedCPUAdam "
              "ops.adam.fused_adam.FusedAdam",
-             "torch.optim.AdamW({model_params!owner}.parameters(){options})",
+             "torch.optim.AdamW({model_params=model.parameters()}{options})",
              parameters="model_params lr",
-             arguments={name: Argument(to=name) for name in ("lr", "betas", "eps", "weight_decay")},
-             note="fused=True is torch's fastest; state in host memory: offload=fsdp.Offload(optimizer=\"cpu\") and "
+             arguments={
+                 **{name: Argument(to=name) for name in ("lr", "betas", "eps", "amsgrad")},
+                 "weight_decay": Argument(to="weight_decay", absent="weight_decay=0.0"),
+                 **{name: Argument(templates={"False": "torch.optim.Adam({model_params=model.parameters()}{options})"},
+                                   harmless=("True", "False"), note="False is torch.optim.Adam, True AdamW")
+                    for name in ("adamw_mode", "adam_w_mode")},
+                 "bias_correction": Argument(none="torch.optim corrects it always", harmless=("True",)),
+             },
+             note="its weight_decay is 0 unless given; fused=True is torch's fastest; state in host memory: offload=fsdp.Offload(optimizer=\"cpu\") and "
                   "fsdp.offloaded(torch.optim.AdamW, model)", reference="torch.optim.AdamW"),
         Rule("ops.lamb.FusedLamb", verdict=NONE, note="it reads whole tensors: use an element-wise optimizer"),
         Rule("checkpointing.checkpoint checkpointing.configure "

@@ -11,11 +11,12 @@ from . import config_settings, plain
 from .call import Use, Written, bind_arguments, one_line, write
 from .engines import ENGINES
 from .names import Names
-from .rule import ANY, KEEP, NONE, Engine, Finding, Rule
+from .rule import ANY, KEEP, NONE, UNIT, Engine, Finding, Rule
 
 __all__ = ["find", "rule_of"]
 
 _LONGEST_FOUND = 200
+_NO_BASE = "there is no class to derive from: a wrapped module keeps its own class, whose methods may be overridden"
 
 
 @functools.cache
@@ -67,7 +68,7 @@ class _Finder:
         self.names = Names(tree)
         self.parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
         self.plain = plain.Plain(tree, self.names, self.parents)
-        self.kinds: dict[str, str] = {}
+        self.kinds: dict[str, list[str]] = defaultdict(list)
         self.done: set[ast.AST] = set()
         self.unknown: set[str] = set()
         self.findings: list[Finding] = []
@@ -96,7 +97,7 @@ class _Finder:
             given, _ = bind_arguments(call, known[1].parameters, self.names)
             changed = given.get("module", given.get("model"))
             if changed is not None:
-                self.kinds.setdefault(one_line(changed), known[1].makes)
+                self.kinds[one_line(changed)].append(known[1].makes)
         elif (
             isinstance(call.func, ast.Attribute)
             and call.func.attr == "backward"
@@ -104,7 +105,7 @@ class _Finder:
             and len(call.args) == 1
             and "loss" in one_line(call.args[0]).lower()  # a tensor's backward is given a gradient
         ):
-            self.kinds.setdefault(one_line(call.func.value), "DeepSpeed engine")
+            self.kinds[one_line(call.func.value)].append("DeepSpeed engine")
 
     def _bind(self, call: ast.Call, kind: str) -> None:
         """What a call returns is assigned: alone, first of several, or by its index 0."""
@@ -113,11 +114,11 @@ class _Finder:
         if isinstance(parent, ast.Subscript) and isinstance(parent.slice, ast.Constant) and parent.slice.value == 0:
             node, parent = parent, self.parents.get(parent)
         if isinstance(parent, ast.AnnAssign):
-            self.kinds[one_line(parent.target)] = kind
+            self.kinds[one_line(parent.target)].insert(0, kind)
         if isinstance(parent, ast.Assign) and parent.value is node:
             for target in parent.targets:
                 first = target.elts[0] if isinstance(target, (ast.Tuple, ast.List)) and target.elts else target
-                self.kinds[one_line(first)] = kind
+                self.kinds[one_line(first)].insert(0, kind)
 
     # -------------------------------------------------------------------------------------------------- looking
 
@@ -131,8 +132,8 @@ class _Finder:
     def _method(self, node: ast.Attribute, called: bool) -> tuple[Engine, Rule] | None:
         if node.attr not in _method_names():
             return None
-        kind = self.kinds.get(one_line(node.value), "")
-        known = _by_method().get((kind, node.attr)) if kind else None
+        kinds = self.kinds.get(one_line(node.value), ())
+        known = next((rule for kind in kinds if (rule := _by_method().get((kind, node.attr)))), None)
         if known is None and self.concerned and not self.names.dotted(node):
             known = _by_method().get((ANY, node.attr))
             if known is not None and self.migrated and known[1].verdict == KEEP:
@@ -147,11 +148,14 @@ class _Finder:
                 return
         elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Load):
             self._reference(node)
-        elif isinstance(node, ast.Dict) and config_settings.is_config(node):
-            self.findings += config_settings.findings(node)
+        config = config_settings.written_out(node)
+        if config is not None and config_settings.is_config(config):
+            self.findings += config_settings.findings(config)
         found = self.plain.look(node) if self.concerned else None
         if found is not None:
             self._add(node, plain.NAME, *found)
+            if found[1].text == plain.NORM:
+                self._finish(node)
 
     def _call(self, node: ast.Call) -> bool:
         """Report a call of a known name or method; its function is done with, its arguments are looked at."""
@@ -204,8 +208,7 @@ class _Finder:
         elif isinstance(node, (ast.Name, ast.Attribute)):
             known = self._rule(node)
             if known is not None:
-                text = known[1].write if known[1].reference is None else known[1].reference
-                yield node, Written(text if "{" not in text else "")
+                yield node, Written(self._referred(node, known[1]))
                 return
         for child in ast.iter_child_nodes(node):
             yield from self._inside(child)
@@ -223,10 +226,12 @@ class _Finder:
             engine, rule = known
             if rule.reference == "":
                 return
-            text = rule.write if rule.reference is None else rule.reference
-            notes = (rule.note,) if rule.note else ()
+            written = Written(self._referred(node, rule), (rule.note,) if rule.note else ())
+            verdict = rule.verdict
+            if written.text == UNIT and isinstance(self._place(node), ast.ClassDef):
+                verdict, written = NONE, Written("", (_NO_BASE,))
             self._finish(node)
-            self._add(node, engine.name, rule.verdict, Written("" if "{" in text else text, notes))
+            self._add(node, engine.name, verdict, written)
             return
         if isinstance(node, ast.Attribute):
             known = self._method(node, called=False)
@@ -237,7 +242,32 @@ class _Finder:
                 return
         self._report_unknown(node)
 
+    def _referred(self, node: ast.AST, rule: Rule) -> str:
+        """What stands for a name that is not called. A class that is compared is a type, any other is to be called."""
+        text = rule.write if rule.reference is None else rule.reference
+        if rule.handed_on and self._rule(node) is not None and isinstance(self._place(node), ast.expr):
+            names = [name.rpartition(".")[2] for name in self.names.dotted(node)]
+            text = rule.handed_on if set(names) & set(rule.names.replace(".", " ").split()) else text
+        return "" if "{" in text else text
+
+    def _place(self, node: ast.AST) -> ast.AST | None:
+        """Where a class is named: a ClassDef that derives from it, an expression that hands it on, else None."""
+        child, above = node, self.parents.get(node)
+        while isinstance(above, (ast.Tuple, ast.List, ast.Subscript, ast.BinOp, ast.Attribute, ast.Starred)):
+            child, above = above, self.parents.get(above)
+        if isinstance(above, ast.ClassDef):
+            return above if child in above.bases else None
+        if isinstance(above, ast.Call) and isinstance(above.func, ast.Name):
+            return None if above.func.id in ("isinstance", "issubclass", "type") else node
+        if isinstance(above, (ast.Call, ast.keyword, ast.Dict, ast.IfExp, ast.Assign, ast.Return, ast.NamedExpr)):
+            return node
+        if isinstance(above, ast.AnnAssign) and child is above.value:
+            return node
+        return None
+
     def _report_unknown(self, node: ast.Attribute | ast.Name) -> None:
+        if self.names.may_be_starred(node):
+            return  # it may as well come from another module
         for dotted in self.names.dotted(node):
             for engine in ENGINES:
                 if not engine.is_complete or dotted in self.unknown:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .ddp import NO_SYNC_NOTE
-from .rule import ANY, DROP, KEEP, NONE, Argument, Engine, Rule
+from .rule import ANY, DROP, KEEP, NONE, UNIT, Argument, Engine, Rule
 
-__all__ = ["CHECKPOINT_WRAPPER", "FSDP1", "REDUCE_NOTE", "STRATEGIES"]
+__all__ = ["CHECKPOINT_WRAPPER", "FSDP1", "NUMBERED_STRATEGIES", "REDUCE_NOTE", "STRATEGIES"]
 
 _HYBRID_MESH = 'mesh=init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("dp_replicate", "dp_shard"))'
 _REST_NOTE = "or stage=3, reshard_after_forward=False, where parameters rest sharded, as they do in FSDP"
@@ -24,8 +24,9 @@ STRATEGIES = {
     "HYBRID_SHARD": f"stage=3; {_HYBRID_MESH}",
     "_HYBRID_SHARD_ZERO2": f"stage=2; {_HYBRID_MESH}",
 }
+NUMBERED_STRATEGIES = {**STRATEGIES, **{str(number): text for number, text in enumerate(STRATEGIES.values(), 1)}}
 _STRATEGY = Argument(
-    values=STRATEGIES,
+    values=NUMBERED_STRATEGIES,
     notes={"SHARD_GRAD_OP": _REST_NOTE, "HYBRID_SHARD": _HYBRID_NOTE, "_HYBRID_SHARD_ZERO2": _HYBRID_NOTE},
     otherwise="stage=...",
 )
@@ -42,7 +43,7 @@ FSDP1 = Engine(
             arguments={
                 "auto_wrap_policy": Argument(to="1"),
                 "sharding_strategy": _STRATEGY,
-                "process_group": Argument(to="mesh", note="a pair of groups is a 2-D mesh"),
+                "process_group": Argument(to="mesh", note="a group is a mesh too; in place of a pair of groups a 2-D mesh is given"),
                 "device_mesh": Argument(to="mesh"),
                 "mixed_precision": Argument(to="precision"),
                 "backward_prefetch": Argument(
@@ -64,7 +65,8 @@ FSDP1 = Engine(
                 "forward_prefetch": Argument(note="nothing to do: prefetch= is for forward and backward"),
                 "limit_all_gathers": Argument(note="nothing to do: prefetch= limits them", harmless=("None",)),
             },
-            reference="fsdp.FSDPUnit",
+            reference=UNIT,
+            handed_on="fsdp.fsdp_wrap",
             makes="FSDP1 model",
         ),
         *(
@@ -190,8 +192,8 @@ FSDP1 = Engine(
         ),
         Rule("summon_full_params", "fsdp.full_params({module}, writeback=True)", parameters="module", of=ANY,
              note="writeback is False unless asked for"),
-        Rule("FullyShardedDataParallel.clip_grad_norm_", "{module}.clip_grad_norm_({max_norm})", KEEP,
-             parameters="module max_norm norm_type"),
+        Rule("FullyShardedDataParallel.clip_grad_norm_", "{module}.clip_grad_norm_({max_norm}{options})", KEEP,
+             parameters="module max_norm norm_type", arguments={"norm_type": Argument(to="norm_type")}),
         Rule("clip_grad_norm_", verdict=KEEP, note="works the same, and returns the global norm",
              of=f"FSDP1 model|{ANY}"),
         Rule("no_sync", verdict=KEEP, note=NO_SYNC_NOTE, of="FSDP1 model"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .fsdp1 import REDUCE_NOTE
-from .rule import ANY, DROP, KEEP, NONE, Argument, Engine, Rule
+from .rule import ANY, DROP, KEEP, NONE, UNIT, Argument, Engine, Rule
 
 __all__ = ["DTENSOR", "FSDP2", "OTHER_PARALLELISM"]
 
@@ -58,7 +58,7 @@ FSDP2 = Engine(
         Rule("OffloadPolicy", "None"),
         Rule("register_fsdp_forward_method", "forward_methods=({method_name},)", parameters="module method_name",
              note="an option of fsdp_wrap, for the module that has the method"),
-        Rule("FSDPModule", "fsdp.FSDPUnit"),
+        Rule("FSDPModule", UNIT),
         Rule("UnshardHandle share_comm_ctx", verdict=DROP, note="gathers are started ahead by prefetch="),
         Rule("DataParallelMeshDims", verdict=DROP, note="mesh= is the 1-D or 2-D mesh of data parallelism"),
         Rule("replicate", "fsdp.fsdp_wrap({module}{options}, stage=0)", parameters="module",

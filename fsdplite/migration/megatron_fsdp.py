@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .rule import ANY, DROP, NONE, Argument, Engine, Rule
+from .rule import ANY, DROP, NONE, UNIT, Argument, Engine, Rule
 
 __all__ = ["MEGATRON_FSDP"]
 
@@ -51,7 +51,7 @@ MEGATRON_FSDP = Engine(
         ),
         Rule("fully_shard_optimizer", verdict=DROP, note="the optimizer stays a plain one"),
         Rule("MegatronFSDP FullyShardedDataParallel mcore_fsdp_adapter.FullyShardedDataParallel",
-             "fsdp.fsdp_wrap({module})", parameters="config ddp_config module", reference="fsdp.FSDPUnit",
+             "fsdp.fsdp_wrap({module})", parameters="config ddp_config module", reference=UNIT, handed_on="fsdp.fsdp_wrap",
              makes="Megatron-FSDP model"),
         Rule(
             "MixedPrecisionPolicy",
@@ -67,7 +67,7 @@ MEGATRON_FSDP = Engine(
              verdict=DROP, note="options are arguments of fsdp_wrap"),
         Rule("FSDPDistributedIndex", verdict=DROP, note="mesh= is the 1-D or 2-D mesh of data parallelism"),
         Rule("DistributedDataParallel", "fsdp.fsdp_wrap({module}, stage=0)", parameters="config ddp_config module",
-             reference="fsdp.FSDPUnit", makes="Megatron-FSDP model"),
+             reference=UNIT, handed_on="functools.partial(fsdp.fsdp_wrap, stage=0)", makes="Megatron-FSDP model"),
         Rule("finalize_model_grads", verdict=DROP, note="gradients are reduced in backward"),
         Rule("module", "{self}", DROP, "the wrapped model is the model itself", of="Megatron-FSDP model",
              is_attribute=True),

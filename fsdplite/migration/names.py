@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 from collections import defaultdict
 
 __all__ = ["Names"]
@@ -21,6 +22,7 @@ class Names:
         self.changed: set[str] = set()
         self._imported: dict[str, list[str]] = defaultdict(list)
         self._values: dict[str, list[ast.expr | None]] = defaultdict(list)
+        self._by_call: list[str] = []
         for node in ast.walk(tree):
             self._note(node)
 
@@ -50,12 +52,14 @@ class Names:
             self.changed.add(node.value.id)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "update":
             self.changed |= {name.id for name in [node.func.value] if isinstance(name, ast.Name)}
+        elif isinstance(node, ast.Call) and _imported_by(node):
+            self._by_call.append(_imported_by(node))
         elif isinstance(node, ast.Name) and isinstance(node.ctx, (ast.Store, ast.Del)):
             self._values[node.id].append(None)  # a plain assignment counts twice: see `value`
 
     def imports_from(self, *packages: str) -> bool:
         """Whether the file imports one of these packages, or something of them."""
-        found = [name for names in self._imported.values() for name in names] + self.stars
+        found = [name for names in self._imported.values() for name in names] + self.stars + self._by_call
         return any(name == package or name.startswith(package + ".") for name in found for package in packages)
 
     def value(self, node: ast.expr) -> ast.expr:
@@ -78,17 +82,49 @@ class Names:
             depth: Of aliases that were followed; ``x = x.y`` has no end.
         """
         parts: list[str] = []
-        while isinstance(node, ast.Attribute):
-            parts.append(node.attr)
-            node = node.value
+        while (step := _attribute_of(node)) is not None:
+            node, name = step
+            parts.append(name)
+        tail = "".join("." + part for part in reversed(parts))
+        if isinstance(node, ast.Call):
+            module = _imported_by(node)
+            return (module + tail,) if module else ()
         if not isinstance(node, ast.Name):
             return ()
-        tail = "".join("." + part for part in reversed(parts))
         if node.id in self._imported:
             return tuple(name + tail for name in self._imported[node.id])
         behind = self.value(node)
-        if depth < 8 and behind is not node and isinstance(behind, (ast.Attribute, ast.Name)):
+        if depth < 8 and behind is not node and isinstance(behind, (ast.Attribute, ast.Name, ast.Call)):
             return tuple(name + tail for name in self.dotted(behind, depth + 1))
-        if node.id not in self._values:
+        if self.may_be_starred(node):
             return tuple(f"{module}.{node.id}{tail}" for module in self.stars)
         return ()
+
+    def may_be_starred(self, node: ast.AST) -> bool:
+        """Whether a name, or what an attribute starts from, can only come from ``from module import *``."""
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        if not isinstance(node, ast.Name) or node.id in self._imported or node.id in self._values:
+            return False
+        return bool(self.stars) and not hasattr(builtins, node.id)
+
+
+def _attribute_of(node: ast.AST) -> tuple[ast.AST, str] | None:
+    """``a`` and ``"b"`` of ``a.b``, and of ``getattr(a, "b")``."""
+    if isinstance(node, ast.Attribute):
+        return node.value, node.attr
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr" and node.args[1:]:
+        name = node.args[1]
+        if isinstance(name, ast.Constant) and isinstance(name.value, str):
+            return node.args[0], name.value
+    return None
+
+
+def _imported_by(call: ast.Call) -> str:
+    """The module that ``importlib.import_module("a.b")`` or ``__import__("a.b", fromlist=...)`` returns; or nothing."""
+    function = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if function not in ("import_module", "__import__") or not call.args or not isinstance(call.args[0], ast.Constant):
+        return ""
+    module = str(call.args[0].value)
+    takes_parts = function == "import_module" or len(call.args) > 3 or any(k.arg == "fromlist" for k in call.keywords)
+    return module if takes_parts else module.partition(".")[0]

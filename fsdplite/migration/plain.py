@@ -6,9 +6,9 @@ import ast
 
 from .call import Written, key_of, one_line
 from .names import Names
-from .rule import CHANGE, NONE
+from .rule import CHANGE, DROP, NONE
 
-__all__ = ["NAME", "WHOLE_TENSOR_OPTIMIZERS", "Plain"]
+__all__ = ["NAME", "NORM", "WHOLE_TENSOR_OPTIMIZERS", "Plain"]
 
 NAME = "torch"
 
@@ -28,6 +28,17 @@ _SAVED_NOTE = (
 _OPTIMIZER_NOTE = (
     "it reads whole tensors, and is refused at its first step: use an element-wise one, such as torch.optim.AdamW"
 )
+NORM = 'norm = model.clip_grad_norm_(float("inf"))'
+_NORM_NOTE = "a gradient is this rank's slice, and its norm or sum is no norm of the whole: this only measures"
+_NORMS = ("torch.norm", "torch.linalg.norm", "torch.linalg.vector_norm", "torch.sum", "torch.square", "torch.max")
+_REDUCTIONS = ("norm", "sum", "mean", "max")
+_SYNC_NOTE = "works the same, at every stage; this attribute of DDP has no meaning"
+_COLLECTIVES = {
+    "broadcast": "fsdp.fsdp_wrap starts every rank from rank 0's weights; on a wrapped model it would mix slices",
+    "all_reduce": "gradients are averaged in backward; on a wrapped model it would mix slices of different elements",
+    "reduce": "gradients are averaged in backward; on a wrapped model it would mix slices of different elements",
+    "all_gather": "a parameter is this rank's slice: fsdp.full_params(module) and fsdp.full_grad(model, name) are whole",
+}
 _SAVES = ("torch.save", "safetensors.torch.save_file", "safetensors.torch.save_model")
 _PARAMETERS = ("parameters", "named_parameters")
 
@@ -49,12 +60,20 @@ class Plain:
         """What to say about a node that no table knows."""
         if isinstance(node, (ast.Assign, ast.AugAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                if isinstance(target, ast.Attribute) and target.attr == "require_backward_grad_sync":
+                    text = f"{one_line(target.value)}.set_requires_gradient_sync({one_line(node.value)})"
+                    return CHANGE, Written(text, (_SYNC_NOTE,))
             return self._write(node) if any(self._is_data(target) for target in targets) else None
         if not isinstance(node, ast.Call):
             return None
         dotted = self.names.dotted(node.func)
         if node.args and any(name in dotted for name in _SAVES):
             return self._saved(node.args[0])
+        if node.args and any(name.startswith("torch.distributed.") for name in dotted):
+            return self._collective(node, key_of(node.func))
+        if node.args and dotted and dotted[0] in _NORMS and any(map(self._is_gradient, ast.walk(node.args[0]))):
+            return CHANGE, Written(NORM, (_NORM_NOTE,))
         if "torch.autograd.grad" in dotted and any(_takes_parameters(part) for part in node.args[1:2]):
             note = "it cannot return gradients of sharded parameters: loss.backward(), then fsdp.full_grad(model, name)"
             return NONE, Written("", (note,))
@@ -68,13 +87,22 @@ class Plain:
         method, owner = node.func.attr, node.func.value
         if method.endswith("_") and not method.startswith("_") and self._is_data(owner):
             return self._write(node)
-        if method == "norm" and self._is_gradient(owner):
-            note = 'the norm of a slice is no norm, and raises: model.clip_grad_norm_(float("inf")) only measures'
-            return CHANGE, Written('norm = model.clip_grad_norm_(float("inf"))', (note,))
+        if method in _REDUCTIONS and self._is_gradient(owner):
+            return CHANGE, Written(NORM, (_NORM_NOTE,))
         if method == "save_pretrained" and "model" in one_line(owner).lower():
             note = "it refuses slices: save a checkpoint, and export its step; the configuration is saved as before"
             where = one_line(node.args[0]) if node.args else "out_dir"
             return CHANGE, Written(f"fsdp.export_safetensors(root, {where})", (note,))
+        return None
+
+    def _collective(self, node: ast.Call, name: str) -> Found | None:
+        """A collective that is given a parameter of a loop over parameters, or its values or gradient."""
+        for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
+            value = argument
+            while isinstance(value, ast.Attribute) and value.attr in ("data", "grad"):
+                value = value.value
+            if isinstance(value, ast.Name) and value.id in self.parameters and name in _COLLECTIVES:
+                return DROP, Written("", (_COLLECTIVES[name],))
         return None
 
     def _write(self, node: ast.AST) -> Found | None:

@@ -8,13 +8,14 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from . import config_settings
+from . import config_files, notebook
 from .finder import find
 from .rule import NONE, VERDICTS, Finding
 
 __all__ = ["FileReport", "Problem", "Report", "examine"]
 
 _SOURCES = (".py", ".pyi", ".pyw", "")
+_CONFIGS = (".json", ".yaml", ".yml")
 _LEFT_OUT = frozenset(("__pycache__", "node_modules", "site-packages"))
 _ENVIRONMENT_SIGNS = ("pyvenv.cfg", "conda-meta")
 
@@ -36,7 +37,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class FileReport:
-    """One file with at least one finding."""
+    """One file with at least one finding, or a notebook's cell: ``train.ipynb, cell 3``."""
 
     path: str
     findings: tuple[Finding, ...]
@@ -50,13 +51,11 @@ class Report:
         files: Those with findings, in the order in which they were read.
         read: How many files were read.
         problems: Files that could not be read.
-        notebooks: Notebooks in folders; they are not supported, and no problem.
     """
 
     files: list[FileReport] = field(default_factory=list)
     read: int = 0
     problems: list[Problem] = field(default_factory=list)
-    notebooks: list[str] = field(default_factory=list)
 
     @property
     def fine(self) -> bool:
@@ -74,7 +73,7 @@ def examine(paths: Sequence[str]) -> Report:
 
     Args:
         paths: Files that exist and folders. A folder is walked in the order of names; hidden folders, virtual
-            environments and caches in it are left out. Of JSON files only those that are named are read.
+            environments and caches in it are left out. Of JSON and YAML files only those that are named are read.
 
     Returns:
         What was found. Nothing is imported, run or written.
@@ -100,9 +99,7 @@ def _files(folder: str, report: Report) -> Iterator[str]:
             path = os.path.join(above, name)
             if name.startswith(".") or not os.path.isfile(path):
                 continue
-            if name.endswith(".ipynb"):
-                report.notebooks.append(path)
-            elif name.endswith((".py", ".pyi", ".pyw")):
+            if name.endswith((".py", ".pyi", ".pyw", ".ipynb")):
                 yield path
 
 
@@ -117,10 +114,8 @@ def _read(path: str, report: Report) -> None:
         report.problems.append(Problem(path, text, line))
 
     suffix = os.path.splitext(path)[1].lower()
-    if suffix == ".ipynb":
-        return problem("notebooks are not supported: save it as a script (jupyter nbconvert --to script)")
-    if suffix != ".json" and suffix not in _SOURCES:
-        return problem("expected a Python source, a folder, or a DeepSpeed configuration in JSON")
+    if suffix not in (*_SOURCES, *_CONFIGS, ".ipynb"):
+        return problem("expected a Python source, a notebook, a folder, or a configuration in JSON or YAML")
     if not os.path.isfile(path):
         return problem("not a regular file")
     try:
@@ -129,7 +124,7 @@ def _read(path: str, report: Report) -> None:
     except OSError as failure:
         return problem(f"cannot be read: {failure.strerror or failure}")
     try:
-        findings = _findings(data, suffix == ".json")
+        parts = _parts(path, data, suffix)
     except SyntaxError as failure:
         return problem(f"cannot be parsed: {failure.msg}", failure.lineno or None)
     except ValueError as failure:  # what JSON cannot read, and null bytes
@@ -137,13 +132,17 @@ def _read(path: str, report: Report) -> None:
     except (RecursionError, MemoryError):
         return problem("cannot be parsed: it is nested too deeply")
     report.read += 1
-    if findings:
-        report.files.append(FileReport(path, tuple(findings)))
+    report.files += parts
 
 
-def _findings(data: bytes, is_json: bool) -> list[Finding]:
-    if is_json:
-        return config_settings.findings(config_settings.parse_json(data))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a script's own invalid escapes
-        return find(ast.parse(data))
+def _parts(path: str, data: bytes, suffix: str) -> list[FileReport]:
+    """What was found in a file, or in each cell of a notebook."""
+    if suffix in _CONFIGS:
+        found = {path: config_files.findings(data, suffix == ".json")}
+    elif suffix == ".ipynb":
+        found = {f"{path}, cell {number}": findings for number, findings in notebook.findings(data).items()}
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a script's own invalid escapes
+            found = {path: find(ast.parse(data))}
+    return [FileReport(where, tuple(findings)) for where, findings in found.items() if findings]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["ANY", "CHANGE", "DROP", "KEEP", "NONE", "VERDICTS", "Argument", "Engine", "Finding", "Rule"]
+__all__ = ["ANY", "CHANGE", "DROP", "KEEP", "NONE", "UNIT", "VERDICTS", "Argument", "Engine", "Finding", "Rule"]
 
 CHANGE, DROP, KEEP, NONE = "change", "drop", "keep", "none"
 
@@ -17,6 +17,8 @@ VERDICTS = {
 }
 
 ANY = "any object"
+
+UNIT = "fsdp.FSDPUnit"  # what wrapping makes of a module's class
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Rule:
         parameters: Names of the parameters that may be given by position, separated by spaces.
         arguments: The others that matter.
         reference: What to write where the name is not called. None: as ``write``; empty: that is no use.
+        handed_on: What to write where a class is handed on, to be called somewhere else; empty: as ``reference``.
         of: Kind of the object that has this method or attribute; ``ANY`` for names that only this engine has.
         is_attribute: It is no method.
         makes: Kind of what a call returns, and of its first argument if that is changed in place.
@@ -79,6 +82,7 @@ class Rule:
     parameters: str = ""
     arguments: Mapping[str, Argument] = field(default_factory=dict)
     reference: str | None = None
+    handed_on: str = ""
     of: str = ""
     is_attribute: bool = False
     makes: str = ""
