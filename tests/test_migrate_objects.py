@@ -125,3 +125,26 @@ def test_what_engines_objects_had_besides() -> None:
     assert found(source)[-1][1] == "none" and "as many steps at once" in notes(
         "import accelerate\na = accelerate.Accelerator()\na.prepare(model)"
     )
+
+
+def test_names_that_another_file_of_the_project_brings() -> None:
+    source = """
+    from common import *
+    dist.init_process_group("gloo")
+    model = DDP(model)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    torch.save({"model": model.state_dict()}, "a.pt")
+    """
+    assert [line for line, _, _ in found(source)] == [3, 4, 5, 6]
+
+
+def test_whole_tensors_of_norms_and_gradients() -> None:
+    source = """
+    import torch
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+    norm = norm.full_tensor()
+    p.grad.full_tensor()
+    """
+    assert [write for _, _, write in found(source)] == [
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "norm", "fsdp.full_grad(model, name)"
+    ]  # fmt: skip

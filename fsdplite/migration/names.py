@@ -8,6 +8,12 @@ from collections import defaultdict
 
 __all__ = ["Names"]
 
+_USUAL = {  # what these names are when a file takes them from another of its project: from common import *
+    "torch": "torch", "dist": "torch.distributed", "nn": "torch.nn", "FSDP":
+    "torch.distributed.fsdp.FullyShardedDataParallel", "DDP": "torch.nn.parallel.DistributedDataParallel",
+    "fully_shard": "torch.distributed.fsdp.fully_shard", "deepspeed": "deepspeed", "dcp": "torch.distributed.checkpoint",
+}  # fmt: skip
+
 
 class Names:
     """Imports and single assignments of one file. Scopes are merged: scripts rarely use one name for two things.
@@ -25,6 +31,8 @@ class Names:
         self._by_call: list[str] = []
         for node in ast.walk(tree):
             self._note(node)
+        names = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in _USUAL)
+        self._by_call += [_USUAL[node.id] for node in names if self.may_be_starred(node)]
 
     def _note(self, node: ast.AST) -> None:
         if isinstance(node, ast.Import):
@@ -97,6 +105,8 @@ class Names:
         if depth < 8 and behind is not node and isinstance(behind, (ast.Attribute, ast.Name, ast.Call)):
             return tuple(name + tail for name in self.dotted(behind, depth + 1))
         if self.may_be_starred(node):
+            if node.id in _USUAL:
+                return (_USUAL[node.id] + tail,)
             return tuple(f"{module}.{node.id}{tail}" for module in self.stars)
         return ()
 
