@@ -30,6 +30,7 @@ _DEAD_S = 30.0
 _FAREWELL_S = 2.0
 _POLL_S = 0.02
 _COMMIT = b"commit"
+_PROCESSES = "fsdplite/checkpoint/process"  # of each rank, from its first save or load on
 
 
 _stores: dict[int, tuple[Any, Any]] = {}
@@ -45,6 +46,8 @@ def _own_connection() -> tuple[int, Any]:
         except (RuntimeError, NotImplementedError, AttributeError):
             ours = store  # this kind of store has no connections
         _stores[id(store)] = (store, ours)
+        with contextlib.suppress(RuntimeError):  # it is gone: the first note says so
+            dist.PrefixStore(_PROCESSES, ours).set(str(dist.get_rank()), identity())
     return id(store), _stores[id(store)][1]
 
 
@@ -78,6 +81,7 @@ class Agreement:
             if world.size > 8:
                 scope = hashlib.blake2b(scope.encode(), digest_size=8).hexdigest()
             self._store = dist.PrefixStore(f"fsdplite/checkpoint/{scope}/{number}", store)
+            self._processes = dist.PrefixStore(_PROCESSES, store)
 
     # ------------------------------------------------------------------ the context
 
@@ -88,9 +92,6 @@ class Agreement:
             self._beating = threading.Thread(target=self._beat, name="fsdplite-checkpoint-beat", daemon=True)
             self._beating.start()
         try:
-            if self._store is not None:
-                with self._reaching():
-                    self._store.set(f"who/{self.world.index}", identity())
             yield self
         except BaseException as problem:
             failure = self.fail(problem)
@@ -131,7 +132,7 @@ class Agreement:
             pass  # the store is gone, and with it whoever could read
 
     def _clear(self) -> None:
-        for name in ("beat", "who", "left", *map(self._key, self._collected)):
+        for name in ("beat", "left", *map(self._key, self._collected)):
             for index in range(self.world.size):
                 self._store.delete_key(f"{name}/{index}")
         for name in ("decision", *map(self._key, self._told)):
@@ -195,8 +196,8 @@ class Agreement:
         for index, awaited in missing.items():
             if index == self.world.index:
                 continue
-            who = f"who/{index}"
-            if self._store.check([who]) and has_ended(self._store.get(who).decode()):
+            process = str(self.world.ranks[index])
+            if self._processes.check([process]) and has_ended(self._processes.get(process).decode()):
                 if not self._store.check([awaited]):
                     self._lose(index, "is gone: its process has ended")
             key = f"beat/{index}"

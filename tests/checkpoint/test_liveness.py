@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
+import fsdplite as fsdp
 from fsdplite.checkpoint.liveness import has_ended, identity
+from tests.checkpoint.parts import filled
+from tests.harness import expect_loud, here, run_together
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere nobody is known to have ended")
 PROGRAM = """
@@ -42,3 +46,24 @@ def test_who_is_alive_or_cannot_be_known():
     assert has_ended(f"{place} {2**22 + 1} 1"), "there are no such numbers"
     for elsewhere in ("", f"elsewhere/{place} {pid} {int(started) + 1}", f"{place[:-2]}x {pid} 1"):
         assert not has_ended(elsewhere)
+
+
+def never_arrives(root, call):
+    model, optimizer = filled(1.0)
+    fsdp.save_checkpoint(root, model, optimizer, step=1)
+    if here.rank == 1:
+        os._exit(0)
+    calls = {
+        "save": lambda: fsdp.save_checkpoint(root, model, optimizer, step=2),
+        "background": lambda: fsdp.save_checkpoint(root, model, optimizer, step=2, background=True).wait(),
+        "load": lambda: fsdp.load_checkpoint(root, model, optimizer),
+    }
+    return expect_loud(calls[call], "rank 1 is gone: its process has ended")
+
+
+def test_a_rank_that_died_before_the_call_is_named_without_waiting_for_the_timeout(tmp_path):
+    kinds = ["save", "background", "load"]
+    calls = [((str(tmp_path / kind), kind), {1}) for kind in kinds]
+    for kind, texts in zip(kinds, run_together(3, never_arrives, calls, pg_timeout_s=60)):
+        assert texts[0] == texts[2]
+        assert fsdp.latest_step(tmp_path / kind) == 1, kind
