@@ -1,11 +1,13 @@
 """Steps of AdamW with state in files, beside what the disk and the processor can do.
 
-The disk, the update alone and the step are measured in turns, the disk before and after each step, and compared within
-a round: a disk that others use too is faster at one time than at another.
+The disk is measured before and after each step and compared with it within a round: a disk that others use too is faster
+at one time than at another. One optimizer is there at a time, as in training; the update alone, and updates in backward
+beside those after it, are measured by themselves.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable
@@ -31,21 +33,16 @@ class Round:
         raw: The disk's rates, before the step.
         raw_after: Of both directions at once, after it.
         step_s: A step with state in files.
-        update_s: The update alone: a step with state in memory.
         busy_read_s, busy_write_s, busy_update_s: How long reads, writes and updates ran within the step.
-        backward_s, in_backward_s: Backward and step, one after the other, and with updates in backward.
     """
 
     raw: RawRate
     raw_after: float
     step_s: float
-    update_s: float
     moved_bytes: int
     busy_read_s: float
     busy_write_s: float
     busy_update_s: float
-    backward_s: float | None
-    in_backward_s: float | None
 
     @property
     def raw_both(self) -> float:
@@ -61,20 +58,27 @@ class Round:
     def busy(self) -> tuple[float, float, float]:
         return self.busy_read_s, self.busy_write_s, self.busy_update_s
 
-    @property
-    def alone(self) -> tuple[float, float, float]:
-        """Reading, writing and updating, each by itself."""
-        return self.moved_bytes / 2 / self.raw.read, self.moved_bytes / 2 / self.raw.write, self.update_s
-
 
 @dataclass
 class Found:
-    """All rounds of one case."""
+    """All rounds of one case. Seconds.
+
+    Attributes:
+        update_s: Of updates alone: steps with state in memory.
+        backward_s: Of backward and step, one after the other and with updates in backward, in turns.
+    """
 
     numel: int
     is_direct: bool
     rows: int
     rounds: list[Round]
+    update_s: list[float]
+    backward_s: list[tuple[float, float]]
+
+    def alone(self, one: Round) -> tuple[float, float, float]:
+        """Reading, writing and updating, each by itself."""
+        moved = one.moved_bytes / 2
+        return moved / one.raw.read, moved / one.raw.write, statistics.median(self.update_s)
 
     def median(self, of: Any) -> float:
         return statistics.median(of(r) for r in self.rounds)
@@ -128,30 +132,33 @@ def measure(folder: str, numel: int, rounds: int, buffer_bytes: int, buffers: in
     Args:
         rows: Of a batch, for updates in backward; 0: those are left out.
 
-    Memory: 16 bytes of disk and 24 of memory per parameter, and as much again for updates in backward.
+    Memory: 16 bytes of disk and of memory per parameter.
     """
     units = max(1, numel // WIDTH**2)
-    disk = Disk(folder, units, 4 * WIDTH**2, MOMENTS, buffer_bytes, buffers)
     files = fsdp.Offload(optimizer="nvme", path=folder, buffer_bytes=buffer_bytes, buffers=buffers)
-    stepping = _stepping(files, numel, fused)
-    updating = _stepping(fsdp.Offload(optimizer="cpu", buffer_bytes=buffer_bytes), numel, fused)
-    training = [_training(files, numel, fused, rows, early) for early in (False, True)] if rows else []
-    moved = 2 * MOMENTS * 4 * units * WIDTH**2
-    found = Found(units * WIDTH**2, disk.is_direct, rows, [])
-    try:
+    found = Found(units * WIDTH**2, False, rows, [], [], [])
+    disk = Disk(folder, units, 4 * WIDTH**2, MOMENTS, buffer_bytes, buffers)
+    found.is_direct = disk.is_direct
+    with contextlib.closing(disk), contextlib.closing(_stepping(files, numel, fused)) as stepping:
         for _ in range(rounds):
-            raw, step_s = disk.measure(), _seconds(stepping.step)
-            report = stepping.last_step
-            raw_after, update_s = moved / disk.both(), _seconds(updating.step)
-            busy = report.read_s / THREADS, report.write_s / THREADS, report.update_s
-            backward_s = [step() for _, step in training] or [None, None]
-            moved_bytes = report.read_bytes + report.written_bytes
-            found.rounds.append(Round(raw, raw_after, step_s, update_s, moved_bytes, *busy, *backward_s))
-    finally:
-        for optimizer in (stepping, updating, *(optimizer for optimizer, _ in training)):
-            optimizer.close()
-        disk.close()
+            found.rounds.append(_round(disk, stepping))
+    host = fsdp.Offload(optimizer="cpu", buffer_bytes=buffer_bytes)
+    with contextlib.closing(_stepping(host, numel, fused)) as updating:
+        found.update_s += [_seconds(updating.step) for _ in range(rounds)]
+    if rows:
+        after, step_after = _training(files, numel, fused, rows, False)
+        early, step_early = _training(files, numel, fused, rows, True)
+        with contextlib.closing(after), contextlib.closing(early):
+            found.backward_s += [(step_after(), step_early()) for _ in range(rounds)]
     return found
+
+
+def _round(disk: Disk, stepping: Any) -> Round:
+    raw, step_s = disk.measure(), _seconds(stepping.step)
+    report = stepping.last_step
+    moved_bytes = report.read_bytes + report.written_bytes
+    busy = report.read_s / THREADS, report.write_s / THREADS, report.update_s
+    return Round(raw, moved_bytes / disk.both(), step_s, moved_bytes, *busy)
 
 
 def as_lines(found: Found) -> list[str]:
@@ -162,8 +169,8 @@ def as_lines(found: Found) -> list[str]:
     def middle(of: Any) -> str:
         return f"{found.median(of):.2f}"
 
-    def spread(of: Any) -> str:
-        values = sorted(of(r) for r in found.rounds)
+    def spread(of: Any, over: list | None = None) -> str:
+        values = sorted(of(r) for r in (found.rounds if over is None else over))
         low, high = values[len(values) // 4], values[-1 - len(values) // 4]
         return f"{statistics.median(values):.2f} ({low:.2f}-{high:.2f})"
 
@@ -181,11 +188,12 @@ def as_lines(found: Found) -> list[str]:
         f"  step                 {middle(lambda r: r.step_s)} s, {middle(lambda r: moved / r.step_s / gb)} GB/s; "
         f"share of the disk's rate for both at once: {spread(lambda r: r.share_of_raw)}",
         f"  busy within a step   {three(lambda r: r.busy)}",
-        f"  each by itself       {three(lambda r: r.alone)}",
+        f"  each by itself       {three(found.alone)}",
     ]
     if found.rows:
+        after, early = (statistics.median(seconds[i] for seconds in found.backward_s) for i in range(2))
         lines.append(
-            f"  backward and step    {middle(lambda r: r.backward_s)} s one after the other ({found.rows} rows), with "
-            f"in_backward {middle(lambda r: r.in_backward_s)} s: {spread(lambda r: r.in_backward_s / r.backward_s)}"
+            f"  backward and step    {after:.2f} s one after the other ({found.rows} rows), with in_backward {early:.2f} s: "
+            f"{spread(lambda seconds: seconds[1] / seconds[0], found.backward_s)}"
         )
     return lines
