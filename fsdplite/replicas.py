@@ -55,8 +55,7 @@ def refuse_unequal_replicas(groups: Groups, flats: Iterable[FlatParameter], igno
 def _slices(flat: FlatParameter) -> list[tuple[str, int, torch.Tensor]]:
     """Of each parameter its name, which slice of it is here, and that slice."""
     flat.resting.wait()
-    rank = flat.groups.shard_rank
-    return [(name, rank, flat.shard[slice(*flat.layout.shard_slice(i, rank))]) for i, name in enumerate(flat.names)]
+    return [(name, flat.groups.shard_rank, values) for name, values in zip(flat.names, flat.masters.slices)]
 
 
 def _checksum(values: torch.Tensor) -> int:
