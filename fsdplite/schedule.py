@@ -15,6 +15,7 @@ import torch
 
 from . import events, optimizer_hooks
 from .agreement import Agreement
+from .backward_end import BackwardEnd
 from .errors import FSDPError
 from .flat_param import FlatParameter
 from .groups import Groups
@@ -72,6 +73,7 @@ class Schedule:
         self._forward_key: Any = None
         self._backward: Pass | None = None
         self._in_flight: list[FlatParameter] = []
+        self._complete_later: list[UnitState] = []  # have all their gradients, and units inside them that do not
         self._prefetch_later: UnitState | None = None
         self.keeps_weights = False
         self._renews_keeping = False
@@ -211,7 +213,7 @@ class Schedule:
                 for flat in unit.flats:
                     flat.sync_requires_grad()  # what was frozen since the forward gets no gradient
         self._backward = self.order.start(self._backward_key())
-        torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(self))
+        torch.autograd.Variable._execution_engine.queue_callback(BackwardEnd(self))
 
     def _backward_key(self) -> Any:
         return ("backward", tuple(unit.index for unit in self.units if not unit.requires_sync))
@@ -227,6 +229,8 @@ class Schedule:
         unit.open_calls += 1  # before others are closed, or the same unit would be freed and gathered again
         for other in [c for c in self.open_calls if c.start > call.stop]:
             self._close(other)
+        if self._complete_later:
+            self._complete_delayed()
         if call in self.open_calls:
             unit.open_calls -= 1
         else:
@@ -246,11 +250,22 @@ class Schedule:
             calls = [c for c in self.open_calls if c.unit is unit]
             if all(call.task != current_task() for call in calls):
                 return  # from reentrant checkpoints inside the unit, and others may bring gradients again
+            start = min(call.start for call in calls)
+            if any(call.start > start and call.unit is not unit for call in self.open_calls):
+                self._complete_later.append(unit)  # ranks may use other parameters of the units inside: those go first
+                return
             for call in calls:
                 self.open_calls.remove(call)
                 unit.finish_call(call)
             unit.open_calls = 0
         self._finish_unit(unit)
+        self._complete_delayed()
+
+    def _complete_delayed(self) -> None:
+        """A unit is over: others may have waited for it."""
+        delayed, self._complete_later = self._complete_later, []
+        for unit in delayed:
+            self.complete(unit)
 
     def _finish_unit(self, unit: UnitState) -> None:
         unit.rest()  # first: the reduction needs no weights
@@ -298,6 +313,7 @@ class Schedule:
             call.unit.open_calls = 0
             call.unit.finish_call(call)
         self.open_calls.clear()
+        self._complete_later.clear()
         for unit in self.units:
             for flat in unit.flats:
                 if flat.gradient is not None:
@@ -356,6 +372,7 @@ class Schedule:
             call.unit.open_calls = 0
             call.unit.finish_call(call)
         self.open_calls.clear()
+        self._complete_later.clear()
         self._in_flight.clear()
         self._prefetch_later = None
         self._settle()
@@ -423,25 +440,3 @@ class Schedule:
             member.index = index
         if is_root or self.root is None or unit.name.count(".") <= self.root.name.count("."):
             self.root = unit
-
-
-class _BackwardEnd:
-    """Called by autograd when a graph task ends well; destroyed without a call when it dies of an exception."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = weakref.ref(schedule)
-        self._backward = schedule.backward_id
-        self._was_called = False
-
-    def __call__(self) -> None:
-        self._was_called = True
-        schedule = self._schedule()
-        if schedule is not None and schedule.in_backward and schedule.backward_id == self._backward:
-            schedule.finish_backward()
-
-    def __del__(self) -> None:
-        if self._was_called:
-            return
-        schedule = self._schedule()
-        if schedule is not None and schedule.in_backward and schedule.backward_id == self._backward:
-            schedule.abandon_backward()

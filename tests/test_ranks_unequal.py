@@ -10,7 +10,20 @@ from torch import nn
 
 import fsdplite as fsdp
 from tests.cases.matrix import mesh_of
-from tests.harness import MLP, Stack, Vec, assert_rested, expect_loud, for_each, gather_grads, here, run, seeded
+from tests.harness import (
+    MLP,
+    Stack,
+    Vec,
+    assert_parity,
+    assert_rested,
+    expect_loud,
+    for_each,
+    gather_grads,
+    here,
+    run,
+    seeded,
+    sgd,
+)
 
 # ---------------------------------------------------------------------------- zero_grad on some ranks
 
@@ -99,6 +112,62 @@ def every_accumulation() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_slices_left_out_and_unequal_use_are_fine(world_size: int) -> None:
     run(world_size, every_accumulation)
+
+
+# ---------------------------------------------------------------------------- other parameters on other ranks
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Vec(3, 1.0)
+        self.experts = nn.ModuleList(Vec(3, 1.0) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
+        return self.gate(x) + sum(self.experts[index](x) for index in used)
+
+
+class Routed(nn.Module):
+    """Layers of experts, units without units inside, of which the first runs when the root has all its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.layers = nn.ModuleList(Experts() for _ in range(2))
+
+    def forward(self, x: float, *used: tuple[int, ...]) -> torch.Tensor:
+        return sum(layer(self.embed * x, which) for layer, which in zip(self.layers, used))
+
+
+def unequal_experts(stage: int, accumulate: bool) -> None:
+    model, reference = Routed().double(), Routed().double()
+    fsdp.fsdp_wrap(model, fsdp.by_class(Experts), stage=stage)
+    optimizer, plain = sgd(model), sgd(reference)
+    routes = [((0, 1, 2), (1,)), ((0,), (0, 1, 2)), ((2,), (1,))]
+    for step in range(4):
+        for rank in range(here.world_size):
+            route = routes[(step // 2 + rank) % 3]  # other ones from step to step, too
+            (reference(1.0 + rank, *route) / here.world_size).backward()
+            if accumulate:
+                (reference(2.0, *route) / here.world_size).backward()
+        route = routes[(step // 2 + here.rank) % 3]
+        if accumulate:
+            with model.no_sync():
+                model(2.0, *route).backward()
+        model(1.0 + here.rank, *route).backward()
+        assert_parity(model, reference)
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+
+
+def every_route() -> None:
+    for_each([(stage, accumulate) for stage in (0, 2, 3) for accumulate in (False, True)], unequal_experts)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_experts_that_only_some_ranks_use(world_size: int) -> None:
+    run(world_size, every_route)
 
 
 # ---------------------------------------------------------------------------- replicas that nobody made equal
