@@ -171,12 +171,15 @@ class Auto(Policy):
         return search.run()
 
 
+_NUMBERS = 5e10, 1e-5, 4e14  # bandwidth, latency, flops
+
+
 def auto(
     *,
     budget: int | str | None = None,
-    bandwidth: float = 5e10,
-    latency: float = 1e-5,
-    flops: float = 4e14,
+    bandwidth: float = _NUMBERS[0],
+    latency: float = _NUMBERS[1],
+    flops: float = _NUMBERS[2],
     topology: Topology | None = None,
     **options: Any,
 ) -> Auto:
@@ -202,6 +205,8 @@ def auto(
         # One rank a node: the bandwidth is what each rank has, wherever the others are.
         link = Link(bandwidth, latency)
         topology = replace(Topology(), ranks_per_node=1, flops=flops, intra=link, inter=link)
+    elif (bandwidth, latency, flops) != _NUMBERS:
+        raise ConfigError("bandwidth, latency and flops are those of the topology", cure="leave them out, or topology")
     if not isinstance(topology, Topology):
         raise ConfigError("topology is a Topology", expected="fsdp.Topology(...)", found=repr(topology))
     limit = None if budget is None else parse_bytes(budget, "a memory budget")

@@ -84,6 +84,12 @@ class Comparison:
 
 def compare(plan: Plan, model: nn.Module, step: Callable[[], Any] | None, warm_up: int) -> Comparison:
     """See :meth:`Plan.compare`."""
+    if not isinstance(model, nn.Module) or not (step is None or callable(step)):
+        expected = "a wrapped model, and a function that runs one step or None"
+        found = f"{type(model).__name__}, {type(step).__name__}"
+        raise ConfigError("compare takes a model and a step", expected=expected, found=found)
+    if isinstance(warm_up, bool) or not isinstance(warm_up, int) or warm_up < 0:
+        raise ConfigError("warm_up is a number of steps", expected="an int >= 0", found=repr(warm_up))
     found = {info.name: info for info in units(model)}
     predicted = {unit.name: unit for unit in plan.units}
     if found.keys() != predicted.keys():

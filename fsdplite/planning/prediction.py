@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..events import Trace
+from ..keywords import known_keywords
 from ..modules import user_name
 from .blueprint import Blueprint, PlannedUnit
 from .fake_step import GRADIENT, IGNORED
@@ -141,6 +142,7 @@ class Plan:
         """
         return check_fits(self, budget)
 
+    @known_keywords
     def compare(self, model: nn.Module, step: Callable[[], Any] | None = None, *, warm_up: int = 3) -> Comparison:
         """Put what a wrapped model holds and sends beside the prediction.
 
@@ -158,6 +160,7 @@ class Plan:
         """
         return compare(self, model, step, warm_up)
 
+    @known_keywords
     def to_html(self, *, timeline: Any = None, comparison: Comparison | None = None, trace: Trace | None = None) -> str:
         """One HTML page, self-contained: memory by phase, units and traffic, and what else is given.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -239,6 +240,10 @@ def _checked(chosen: dict[str, Any], size: int) -> dict[str, Any]:
         raise ConfigError("a plan is for a kind of device", expected="'cuda' or 'cpu'", found=repr(chosen["device"]))
     if chosen["rank"] >= size:
         raise ConfigError("there is no such rank", expected=f"one of 0 to {size - 1}", found=chosen["rank"])
+    loss_of = chosen.get("loss_of")
+    if loss_of is not None and not callable(loss_of):
+        expected = "a function of the model and the batch, or None"
+        raise ConfigError("loss_of is not a function", expected=expected, found=repr(loss_of))
     for name, known in (("reshard_after_forward", (None, True, False)), ("no_sync", (True, False))):
         if not any(chosen[name] is value for value in known):
             raise ConfigError(f"{name} takes {', '.join(map(str, known))}", found=repr(chosen[name]))
@@ -281,6 +286,9 @@ def _build(model: Any, world_size: int) -> tuple[nn.Module, tuple[tuple, dict] |
         return model, None, None
     if not callable(model):
         raise ConfigError("a plan is made for a model", expected="a module or what builds one", found=repr(model))
+    if not _takes(model, 0):
+        cure = "fsdp.plan(lambda: Model(...), ...)"
+        raise ConfigError("what builds the model needs arguments", found=repr(model), cure=cure)
     try:
         with torch.device("meta"):
             made = model()
@@ -290,15 +298,29 @@ def _build(model: Any, world_size: int) -> tuple[nn.Module, tuple[tuple, dict] |
             found=f"{type(failure).__name__}: {str(failure).splitlines()[0]}",
             cure="do not read values of tensors while building, or pass the built module",
         ) from failure
-    module, *rest = made if isinstance(made, tuple) else (made,)
-    if not isinstance(module, nn.Module):
+    module, *rest = made if isinstance(made, tuple) and made else (made,)
+    if not isinstance(module, nn.Module) or len(rest) > 2 or not all(map(callable, rest)):
+        found = ", ".join(type(value).__name__ for value in (module, *rest))
         raise ConfigError(
             "what builds the model returned something else",
             expected="a module, (module, make_batch) or (module, make_batch, loss_of)",
-            found=type(module).__name__,
+            found=found if module is made else f"({found})",
         )
+    if rest and not _takes(rest[0], 3):
+        raise ConfigError("make_batch cannot be called", expected="make_batch(step, rank, world_size)", found=repr(rest[0]))
     batch = arguments(rest[0](0, 0, world_size)) if rest else None
     return module, batch, rest[1] if len(rest) > 1 else None
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether it can be called with so many arguments; True where Python cannot tell."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
 
 
 def _names_of(model: nn.Module, ignored: Any) -> tuple[str, ...]:

@@ -97,7 +97,7 @@ class Topology:
             elif field.name in ("flops", "first_touch") or field.name.endswith("_bandwidth"):
                 expected, fits = "a number > 0", _is_number(value) and value > 0
             else:
-                fits = _is_number(value) and value >= 0
+                fits = _is_number(value) and 0 <= value < inf
             if not fits:
                 raise ConfigError(f"Topology.{field.name} cannot be {value!r}", expected=expected)
 
@@ -105,6 +105,7 @@ class Topology:
         """Time of some operators: arithmetic or memory, whichever takes longer, and no less than their launches."""
         return max(flops / self.flops, moved_bytes / self.memory_bandwidth, operators * self.operator_s)
 
+    @known_keywords
     def calibrated(self, plan: Plan, compute_s: float, update_s: float | None = None) -> Topology:
         """The same links, with rates at which a plan's computation takes as long as it was measured to take.
 
@@ -114,12 +115,20 @@ class Topology:
             plan: Of the model and batch that were measured.
             compute_s: Measured seconds of forward and backward of the plain model.
             update_s: Measured seconds of the optimizer's step over the plan's share of the parameters.
+
+        Raises:
+            ConfigError: A time is none, or the plan has no computation because it was made without ``inputs``.
         """
+        for name, seconds in (("compute_s", compute_s), ("update_s", update_s)):
+            if not (_is_number(seconds) and 0 < seconds < inf) and (name, seconds) != ("update_s", None):
+                raise ConfigError(f"{name} is a measured time", expected="seconds, > 0", found=repr(seconds))
         found = self
         updates = [task for task in plan.tasks if task.kind == "update"]
         if update_s is not None and updates:
             found = replace(found, memory_bandwidth=sum(task.bytes for task in updates) / update_s)
         work = [task for task in plan.tasks if task.kind == "compute"]
+        if not work:
+            raise ConfigError("the plan has no computation to take a time", cure="plan with inputs=")
         ratio = 1.0
         for _ in range(50):  # memory's rate stands, so the others are found by going there
             scaled = replace(found, flops=found.flops * ratio, operator_s=found.operator_s / ratio)
