@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import UninitializedTensorMixin
 
 from ..errors import ConfigError
+from ..structure import tensors_in
 
-__all__ = ["fake_copy"]
+__all__ = ["fake_copy", "unregistered_tensors"]
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -20,15 +21,13 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     memo: dict[int, Any] = {}
     with mode:
         for module in model.modules():
-            holders = (module._parameters, module._buffers, vars(module))
-            for tensor in (value for holder in holders for value in holder.values()):
-                if isinstance(tensor, UninitializedTensorMixin):
-                    continue  # refused by name when the model is partitioned
-                if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
-                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                    if isinstance(tensor, nn.Parameter):
-                        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-                    memo[id(tensor)] = fake
+            for tensor in tensors_in(list(vars(module).values())):
+                if isinstance(tensor, UninitializedTensorMixin) or id(tensor) in memo:
+                    continue  # the former are refused by name when the model is partitioned
+                fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                if isinstance(tensor, nn.Parameter):
+                    fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                memo[id(tensor)] = fake
     keep = list(memo.values())  # deepcopy reads the memo by identity
     try:
         twin = copy.deepcopy(model, memo)
@@ -40,3 +39,10 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         ) from failure
     del keep
     return twin
+
+
+def unregistered_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Tensors that modules hold beside parameters and buffers: tables, masks."""
+    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    held = [tensor for module in model.modules() for tensor in tensors_in(list(vars(module).values()))]
+    return list({id(tensor): tensor for tensor in held if id(tensor) not in registered}.values())

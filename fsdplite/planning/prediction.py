@@ -15,6 +15,7 @@ from ..events import Trace
 from ..keywords import known_keywords
 from ..modules import user_name
 from .blueprint import Blueprint, PlannedUnit
+from .fake_copy import unregistered_tensors
 from .fake_step import GRADIENT, IGNORED
 from .fits import check_fits
 from .measurement import Comparison, compare
@@ -40,7 +41,7 @@ class Resting:
         gradients: Shards of gradients.
         optimizer: Optimizer state.
         gathered: Full parameters that rest gathered (stages 1 and 2).
-        buffers: Registered buffers of modules.
+        buffers: Buffers of modules, and tensors that they hold without having registered them.
         ignored: Parameters that no unit owns.
         host: What is offloaded to host memory, mirrors and buffers for files included. On a CPU it is the same memory,
             and counted above (parameters, gradients, optimizer) or here.
@@ -238,6 +239,7 @@ def answer(question: Question) -> Plan:
     order = {user_name(name): position for position, (name, _) in enumerate(question.model.named_parameters())}
     update = _update(units, blueprint, make, question.rank % setup.shard_size, used, order)
     buffers = sum(unit.tensor_buffer_bytes for unit in units) + blueprint.ignored_buffer_bytes
+    buffers += sum(map(_bytes, unregistered_tensors(question.model)))
     ignored = sum(_bytes(spec.parameter) for spec in blueprint.ignored)
     rest = _resting(question, units, blueprint, used, update, buffers, ignored)
     resting = {

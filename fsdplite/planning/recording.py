@@ -29,6 +29,7 @@ from ..recompute.blocks import find_blocks
 from ..recompute.plan import recompute_in_segments
 from ..structure import map_tensors, tensors_in
 from .blueprint import Blueprint
+from .fake_copy import unregistered_tensors
 from .fake_step import ENTER, GRADIENT, IGNORED, LEAVE, OPEN, STOP, FakeStep, StepEvent
 from .repeated_work import RepeatedWork
 
@@ -153,7 +154,7 @@ def record_step(
     with mode:
         args, kwargs = map_tensors(_as_fake, (args, kwargs))
         given = list(tensors_in((args, kwargs)))
-        for tensor in [*given, *model.parameters(), *model.buffers()]:
+        for tensor in [*given, *model.parameters(), *model.buffers(), *unregistered_tensors(model)]:
             recorder.live.exclude(tensor)
     try:
         with _undisturbed(), mode, recorder.live, torch.enable_grad():

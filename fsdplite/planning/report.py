@@ -109,7 +109,7 @@ def _resting(plan: Plan) -> Table:
         "optimizer": f"state of {plan.optimizer}",
         "gathered": "gathered parameters, which stay at this stage",
         "gradients": "gradient shards, until zero_grad",
-        "buffers": "buffers of modules",
+        "buffers": "buffers and other tensors of modules",
         "ignored": "ignored parameters",
     }
     for name, text in names.items():

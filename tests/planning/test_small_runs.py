@@ -71,6 +71,26 @@ def test_the_optimizer_loops_over_unequal_parameters_and_a_sparse_gradient_is_de
         assert predicted == measured
 
 
+class Tables(nn.Module):
+    """Tensors that are no buffers: one is an attribute, one in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.table, self.more = torch.ones(4, 3200), [torch.ones(500, 32)]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = (tokens.repeat(1, 100) * self.table).view(4, 32, 100).mean(-1) + self.more[0][:4]
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_tensors_that_modules_hold_unregistered() -> None:
+    for predicted, measured in run(1, peaks, Tables, TOKENS):
+        assert predicted == measured
+
+
 def ignored(microbatches: int) -> dict[str, Any]:
     """The embedding is larger than all units together."""
     model = seeded(GPT, 2, 64, 4000, 32, tied=False)
