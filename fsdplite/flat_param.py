@@ -68,13 +68,13 @@ class FlatParameter:
         self.users: list[nn.Parameter] = list(spec.parameters)
         self.layout = spec.layout(groups.shard_size)
         self.resting = resting
-        with torch.inference_mode(False):
-            self.masters = self._new_masters()
+        self.masters = self.new_masters()
         self.unit: UnitState | None = None
         self.gather_lane = lane_for(device, "gather")
         self.generation = 0  # how often the shard has been changed
         self.gathered_generation = -1  # the generation that the full buffer holds
         self.unfilled: set[int] = set(range(len(self.users)))  # nobody has given these values yet
+        self.was_lost = False  # with the file that held the masters
         self._pending: Pending | None = None
         self._is_arriving = False
         self.post_accumulate_hooks = PostAccumulateHooks()
@@ -273,18 +273,26 @@ class FlatParameter:
 
     # ------------------------------------------------------------------ the shard
 
-    def _new_masters(self) -> Masters:
+    @torch.inference_mode(False)
+    def new_masters(self) -> Masters:
+        """A shard without values, at the place of rest."""
         vector = self.resting.zeros(self.layout.shard_numel, self.dtype)
         return Masters.in_vector(vector, self.layout, self.groups.shard_rank)
 
     @torch.no_grad()
     @torch.inference_mode(False)
-    def move_masters(self, masters: Masters | None) -> None:
-        """Masters rest there from here on, with the values that are there; None: in a new shard, without values."""
-        self.masters = masters if masters is not None else self._new_masters()
+    def move_masters(self, masters: Masters) -> None:
+        """Masters rest there from here on, with the values that are there."""
+        self.masters = masters
         with engine_access():
             for user, slice_ in zip(self.users, self.masters.slices):
                 user.data = slice_
+
+    def check_values(self) -> None:
+        """Raise if the shard's values are lost, or cannot be reached."""
+        self.masters.check()
+        if self.was_lost and self.unfilled:
+            self.unit.schedule.unfilled.refuse_lost(self.names, self.groups.rank)
 
     def mark_updated(self) -> None:
         """The shard was changed: whatever holds gathered values is stale."""
@@ -312,6 +320,7 @@ class FlatParameter:
 
         Collective: all-gather of ``layout.padded_numel`` elements over the shard group.
         """
+        self.check_values()
         with torch.inference_mode(False):
             whole = torch.empty(self.layout.padded_numel, dtype=dtype or self.dtype, device=self.device)
         start, stop = self.layout.shard_range(self.groups.shard_rank)
@@ -403,12 +412,13 @@ class FlatParameter:
             setattr(copy, name, getattr(self, name))
         copy.all_names = list(self.all_names)
         copy.resting = self.resting.twin()
-        copy.masters = copy._new_masters()
+        copy.masters = copy.new_masters()
         self.masters.copy_to(copy.masters.vector)
         copy.unit = None
         copy.generation = 0
         copy.gathered_generation = -1
         copy.unfilled = set(self.unfilled)
+        copy.was_lost = self.was_lost
         copy._pending = None
         copy._is_arriving = False
         copy.post_accumulate_hooks = self.post_accumulate_hooks.copy()

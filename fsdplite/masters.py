@@ -16,42 +16,33 @@ class Masters:
 
     Args:
         slices: One of each parameter, in the flat parameter's order, maybe empty.
-        layout: Of the flat parameter.
-        rank: In the shard group.
         check: Raises if what the slices are views of is lost.
+        read: Copies the slices to their places in a vector like the shard. It raises where a look at a slice would be
+            a signal.
 
     Attributes:
         vector: The shard, ``layout.shard_numel`` elements, if the slices are views of one.
     """
 
     def __init__(
-        self,
-        slices: list[torch.Tensor],
-        layout: FlatLayout,
-        rank: int,
-        check: Callable[[], None] = lambda: None,
+        self, slices: list[torch.Tensor], check: Callable[[], None], read: Callable[[torch.Tensor], None]
     ) -> None:
         self.slices = slices
         self.check = check
         self.vector: torch.Tensor | None = None
-        self._layout = layout
-        self._rank = rank
+        self._read = read
 
     @classmethod
     def in_vector(cls, vector: torch.Tensor, layout: FlatLayout, rank: int) -> Masters:
         """Views of a shard."""
         ranges = (layout.shard_slice(index, rank) for index in range(len(layout.slots)))
-        made = cls([vector[start:stop] for start, stop in ranges], layout, rank)
+        made = cls([vector[start:stop] for start, stop in ranges], lambda: None, lambda shard: shard.copy_(vector))
         made.vector = vector
         return made
 
     def copy_to(self, shard: torch.Tensor) -> None:
         """Fill a vector of ``layout.shard_numel`` elements, cast where the dtypes differ, zero between parameters."""
-        if self.vector is not None:
-            shard.copy_(self.vector)
-            return
         self.check()
-        shard.zero_()
-        for index, values in enumerate(self.slices):
-            start, stop = self._layout.shard_slice(index, self._rank)
-            shard[start:stop].copy_(values)
+        if self.vector is None:
+            shard.zero_()
+        self._read(shard)

@@ -133,7 +133,7 @@ class ShardedParameter(nn.Parameter):
             if name in _METADATA:
                 return _metadata(func, name, args, kwargs)
             if name in ("detach", "clone"):
-                args[0].__dict__["_fsdp_info"].flat.masters.check()
+                args[0].__dict__["_fsdp_info"].flat.check_values()
                 return as_local_slice(func(*args, **kwargs), args[0].__dict__["_fsdp_info"])
             if name in _MAKERS:
                 return func(*args, **kwargs)
@@ -201,7 +201,7 @@ def _property(func: Any, access: str, args: tuple) -> Any:
             raise refusal(parameter, sys._getframe(2).f_code.co_name)
         if name != "data":
             return func(*args)
-        parameter.__dict__["_fsdp_info"].flat.masters.check()
+        parameter.__dict__["_fsdp_info"].flat.check_values()
         return as_local_slice(func(*args), parameter.__dict__["_fsdp_info"])
     info: ParameterInfo = parameter.__dict__["_fsdp_info"]
     if access == "__set__" and name == "data":

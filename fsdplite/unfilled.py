@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from .errors import FSDPError
@@ -41,6 +42,7 @@ class Unfilled(dict[str, Any]):
         for index in range(len(flat.users)):
             self._add(flat, index)
         self.lost.update(flat.names)
+        flat.was_lost = True
 
     def _add(self, flat: FlatParameter, index: int) -> None:
         flat.unfilled.add(index)
@@ -62,15 +64,7 @@ class Unfilled(dict[str, Any]):
                 rank=rank,
                 cure="load again, and let no error of the load pass unseen",
             )
-        lost = [name for name in names if name in self.lost]
-        if lost:
-            raise FSDPError(
-                "the masters of these parameters were lost with the file of the offloaded optimizer that held them",
-                found=_listed(lost),
-                parameter=lost[0],
-                rank=rank,
-                cure="load a checkpoint: fsdp.load_checkpoint(root, model, optimizer)",
-            )
+        self.refuse_lost(names, rank)
         if names:
             raise FSDPError(
                 "tensors built on the meta device were never filled",
@@ -79,6 +73,18 @@ class Unfilled(dict[str, Any]):
                 rank=rank,
                 cure="give their modules a reset_parameters() that fills them, build them on a real device on the "
                 "first rank (sync_params=True), or load weights before the first forward",
+            )
+
+    def refuse_lost(self, names: Iterable[str], rank: int) -> None:
+        """Raise if any of these is lost."""
+        lost = [name for name in names if name in self and name in self.lost]
+        if lost:
+            raise FSDPError(
+                "the masters of these parameters were lost with the file of the offloaded optimizer that held them",
+                found=_listed(lost),
+                parameter=lost[0],
+                rank=rank,
+                cure="load a checkpoint: fsdp.load_checkpoint(root, model, optimizer)",
             )
 
 

@@ -36,7 +36,7 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 _USABLE_FOLDER = (
     "Offload(path=...) must be an existing directory on a local disk with room for the state, writable by every rank"
 )
-_MORE_FILES = "let the process open more files (ulimit -n): two for each unit, and those of your own"
+_MORE_FILES = "let the process open more files (ulimit -n): up to three for each unit, and those of your own"
 
 
 def padded(count: int) -> int:
@@ -148,8 +148,8 @@ class StateFile:
         self._contents = contents
         self._pid = os.getpid()
         self._descriptor = -1
-        # A mapping holds a descriptor, of which a process has few: one for all tensors that are in use.
-        self._mapping: Callable[[], mmap.mmap | None] = lambda: None
+        # A mapping holds a descriptor, of which a process has few: one of each length for all tensors that are in use.
+        self._mappings: dict[int, Callable[[], mmap.mmap | None]] = {}
         self._scratch = threading.local()
         self.is_direct = False
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
@@ -277,7 +277,16 @@ class StateFile:
     # ------------------------------------------------------------------ life
 
     def check(self) -> None:
-        """Raise if the name no longer leads to this file, or if it was cut."""
+        """Raise if the name no longer leads to this file, if it was cut, or if it is another process's."""
+        if os.getpid() != self._pid:
+            raise OffloadError(
+                "a forked process uses what its parent has in a file, and would write into it",
+                expected=f"process {self._pid}",
+                found=f"process {os.getpid()}",
+                path=self.path,
+                rank=self.rank,
+                cure="use parameters and optimizer state in the process that made the optimizer",
+            )
         with self._named("find"):
             named, own = os.stat(self.path), os.fstat(self._descriptor)
         if (named.st_dev, named.st_ino) != (own.st_dev, own.st_ino):
@@ -290,19 +299,22 @@ class StateFile:
         if own.st_size != self.size_bytes:
             raise self._shorter(self.size_bytes, own.st_size)
 
-    def mapped(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    @torch.inference_mode(False)
+    def mapped(self, offset: int, numel: int, dtype: torch.dtype, most_bytes: int | None = None) -> torch.Tensor:
         """A part of the file as a tensor that is not in memory: pages come when they are looked at, and may go.
 
-        What is written to it is written to the file.
+        What is written to it is written to the file. It takes addresses for ``most_bytes`` from the start of the file,
+        for all of it by default.
         """
         if numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         self.check()
-        pages = self._mapping()
+        length = self.size_bytes if most_bytes is None else most_bytes
+        pages = self._mappings.get(length, lambda: None)()
         if pages is None:
             with self._named("map"):
-                pages = mmap.mmap(self._descriptor, self.size_bytes)
-            self._mapping = weakref.ref(pages)
+                pages = mmap.mmap(self._descriptor, length)
+            self._mappings[length] = weakref.ref(pages)
         return torch.frombuffer(pages, dtype=dtype, count=numel, offset=offset)
 
     def close(self) -> None:

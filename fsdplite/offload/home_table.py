@@ -42,6 +42,7 @@ class HomeTable:
         home = self._homes.get(id(flat))
         return home if home is not None and home.flat is flat else None
 
+    @torch.inference_mode(False)
     def settle(self, groups: list[dict[str, Any]], loose: dict[torch.Tensor, dict[str, Any]]) -> None:
         """Homes for what the groups hold by now, with a region for each kind of state that their settings ask for.
 
@@ -122,6 +123,7 @@ class HomeTable:
                 self.stream.close()
             self.stream = Stream(size, regions, self._offload.buffers)
 
+    @torch.inference_mode(False)
     def replace_lost(self) -> bool:
         """New files for homes whose files are gone, cut or replaced, and with them their state. Whether there were any.
 
@@ -149,7 +151,14 @@ class HomeTable:
         return found
 
     def close(self, is_at_exit: bool = False) -> None:
-        """End the threads and remove the files; masters that were in them move out first, but not at exit."""
+        """End the threads and remove the files; masters that were in them move out first, but not at exit.
+
+        Raises:
+            OffloadError: There is no memory for masters. All goes on as it was.
+        """
+        if not is_at_exit:
+            for home in self:
+                home.release_masters()
         for worker in self.workers:
             worker.stop()
         self.workers.clear()
@@ -158,7 +167,7 @@ class HomeTable:
             self.stream = None
         while self._homes:
             _, home = self._homes.popitem()
-            home.close(is_at_exit)
+            home.close()
 
 
 def _kind(value: Any) -> Any:

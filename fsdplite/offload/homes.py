@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,35 @@ class _Kept:
     beside: dict[str, Any]
 
 
+@dataclass
+class _Room:
+    """Where the state is kept, and how it is cut.
+
+    Attributes:
+        store: Regions for what has an element per element of the shard.
+        probed: What state the regions are for.
+        chunks: Of the store.
+        piece_numel: Of the longest piece.
+        pieces: Of each parameter that this rank has elements of.
+    """
+
+    store: Store
+    probed: Probed
+    chunks: list[Chunk]
+    chunk_numel: int
+    piece_numel: int
+    pieces: dict[int, list[Piece]]
+
+    @contextlib.contextmanager
+    def kept_if_filled(self) -> Iterator[None]:
+        """What comes into it at first: if that fails, it is given back."""
+        try:
+            yield
+        except BaseException:
+            self.store.close()
+            raise
+
+
 class Home:
     """See the module docstring.
 
@@ -47,13 +77,8 @@ class Home:
         offload: Where the store is.
 
     Attributes:
-        store: Regions for what has an element per element of the shard.
-        chunks: Of the store.
         masters: What the store keeps of them; None where they are elsewhere.
     """
-
-    store: Store
-    chunks: list[Chunk]
 
     def __init__(self, flat: FlatParameter, probed: Probed, offload: Offload) -> None:
         self.flat = flat
@@ -62,70 +87,95 @@ class Home:
         self._left: dict[int, _Kept] = {}  # by the pieces that this step has updated so far
         self.writes_mirror = False
         self.masters = MasterRegion(flat) if MasterRegion.is_for(flat, offload) else None
-        self._reserve(probed)
-        if self.masters is not None:
-            self.masters.move_in(self.store, self.chunks)
+        self._room = room = self._reserve(probed)
+        with room.kept_if_filled():
+            if self.masters is not None:
+                self.masters.move_in(room.store, room.chunks)
 
-    def _reserve(self, probed: Probed) -> None:
-        flat, offload, dtypes = self.flat, self._offload, dict(probed.regions)
-        if self.masters is not None:
-            dtypes[MASTERS] = flat.dtype
+    @property
+    def store(self) -> Store:
+        return self._room.store
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return self._room.chunks
+
+    @property
+    def probed(self) -> Probed:
+        return self._room.probed
+
+    def _reserve(self, probed: Probed) -> _Room:
+        flat, offload = self.flat, self._offload
+        dtypes = {**({MASTERS: flat.dtype} if self.masters is not None else {}), **probed.regions}
         chunk_numel = chunk_numel_within(offload.buffer_bytes, max((d.itemsize for d in dtypes.values()), default=1))
         piece_numel = piece_numel_within(chunk_numel)
         chunks, numel = cut(flat.layout, flat.groups.shard_rank, chunk_numel, piece_numel)
+        store: Store
         if offload.optimizer == "nvme" and dtypes and numel:
             contents = f"unit {flat.unit_name or '(root)'}: {', '.join(dtypes)}"
-            self.store = DiskStore(numel, dtypes, str(offload.path), flat.groups.rank, contents)
+            store = DiskStore(numel, dtypes, str(offload.path), flat.groups.rank, contents)
         else:
-            self.store = HostStore(numel, dtypes, offload.pin and flat.device.type == "cuda")
-        self.probed, self.chunks, self.chunk_numel, self.piece_numel = probed, chunks, chunk_numel, piece_numel
-        self._pieces: dict[int, list[Piece]] = {}
+            store = HostStore(numel, dtypes, offload.pin and flat.device.type == "cuda")
+        pieces: dict[int, list[Piece]] = {}
         for chunk in chunks:
             for piece in chunk.pieces:
-                self._pieces.setdefault(piece.index, []).append(piece)
+                pieces.setdefault(piece.index, []).append(piece)
+        return _Room(store, probed, chunks, chunk_numel, piece_numel, pieces)
 
     def widen(self, probed: Probed) -> None:
-        """Reserve regions for further kinds of state; what there is moves into the new store.
+        """Reserve regions for further kinds of state; what there is moves into the new store, or stays if that fails.
 
         Memory: of files, none; until it has moved, both are on the disk.
         """
-        before, places = self.store, {index: pieces[0].place for index, pieces in self._pieces.items()}
-        regions = {**probed.regions, **self.probed.regions}
-        self._reserve(Probed(regions, (probed.beside | self.probed.beside) - regions.keys()))
-        for index, kept in self._kept.items():
-            for key in kept.keys:
-                if key in kept.beside:
-                    continue
-                for piece in self._pieces[index]:
-                    start = places[index] + piece.offset
-                    values = before.part(key, start, start + piece.numel)
-                    self.store.part(key, piece.place, piece.place_stop).copy_(values)
-        if self.masters is not None:
-            self.masters.move_in(self.store, self.chunks)
-        before.close()
+        before = self._room
+        regions = {**probed.regions, **before.probed.regions}
+        room = self._reserve(Probed(regions, (probed.beside | before.probed.beside) - regions.keys()))
+        with room.kept_if_filled():
+            for index, kept in self._kept.items():
+                start = before.pieces[index][0].place
+                for key in kept.keys:
+                    if key in kept.beside:
+                        continue
+                    for piece in room.pieces[index]:
+                        values = before.store.part(key, start + piece.offset, start + piece.offset + piece.numel)
+                        room.store.part(key, piece.place, piece.place_stop).copy_(values)
+            if self.masters is not None:
+                self.masters.move_in(room.store, room.chunks)
+        self._room = room
+        before.store.close()
 
     def start_anew(self) -> None:
         """The store is lost, and all that was in it: another store, without state."""
         self._kept.clear()
         self.store.close()
-        self._reserve(self.probed)
-        if self.masters is not None:
-            self.masters.start_anew(self.store, self.chunks)
+        room = self._reserve(self.probed)
+        with room.kept_if_filled():
+            if self.masters is not None:
+                self.masters.start_anew(room.store, room.chunks)
+        self._room = room
 
-    def close(self, is_at_exit: bool = False) -> None:
-        """Give the store back. Masters move out of it, unless nobody will look at them again."""
-        if self.masters is not None and not is_at_exit and self.flat.unit.schedule.root.module() is not None:
+    def release_masters(self) -> None:
+        """Masters move out of the store, unless nobody will look at them again. Steps go on without them.
+
+        Raises:
+            OffloadError: There is no memory for them. They stay.
+        """
+        if self.masters is not None and self.flat.unit.schedule.root.module() is not None:
             self.masters.move_out()
+            self.masters = None
+
+    def close(self) -> None:
+        """Give the store back."""
         self.store.close()
 
     @property
     def buffer_bytes(self) -> int:
         """What a chunk takes in its widest region."""
-        return self.chunk_numel * max((dtype.itemsize for dtype in self.store.dtypes.values()), default=1)
+        return self._room.chunk_numel * max((dtype.itemsize for dtype in self.store.dtypes.values()), default=1)
 
     def holds(self, index: int) -> bool:
         """Whether this rank has elements of the parameter."""
-        return index in self._pieces
+        return index in self._room.pieces
 
     # ------------------------------------------------------------------ updates
 
@@ -136,6 +186,11 @@ class Home:
         self.writes_mirror = resting.is_mirrored(self.flat.generation)
         resting.mirrors(-1)  # until all of it is written
         self._left.clear()
+
+    def abandon(self) -> None:
+        """The step has failed: the shard may be changed in part, and the mirror with it."""
+        self.flat.resting.mirrors(-1)
+        self.flat.mark_updated()
 
     def end(self) -> None:
         """The step is over; the hook after it counts the flat parameter as changed once."""
@@ -188,6 +243,12 @@ class Home:
                 found.append((piece, Entry(value, _on_host(gradient), group, self._state_before(piece, part))))
         return found
 
+    def has_gradients(self, chunk: Chunk, group_of: Callable[[torch.Tensor], int | None]) -> bool:
+        """Whether the users hold a gradient of anything in a chunk that is in a group."""
+        with engine_access():
+            users = [self.flat.users[piece.index] for piece in chunk.pieces]
+            return any(read_grad(user) is not None and group_of(user) is not None for user in users)
+
     def _master(self, piece: Piece) -> torch.Tensor:
         """A piece of the parameters, where they rest."""
         return self.flat.masters.slices[piece.index][piece.offset : piece.offset + piece.numel]
@@ -197,7 +258,7 @@ class Home:
         if kept is None:
             return {}
         # Each piece counts the step by itself.
-        beside = kept.beside if len(self._pieces[piece.index]) == 1 else own_copy(kept.beside)
+        beside = kept.beside if len(self._room.pieces[piece.index]) == 1 else own_copy(kept.beside)
         return {key: beside[key] if key in beside else part(key, piece.place, piece.place_stop) for key in kept.keys}
 
     def _absorb(self, piece: Piece, entry: Entry, part: Place) -> None:
@@ -231,7 +292,7 @@ class Home:
 
         Args: as of :meth:`entries`.
         """
-        for pieces in batches(chunk.pieces, self.piece_numel):
+        for pieces in batches(chunk.pieces, self._room.piece_numel):
             found = self.entries(pieces, group_of, part, reduced)
             if found:
                 updater.run([entry for _, entry in found], groups)
@@ -250,7 +311,7 @@ class Home:
 
     def region(self, index: int, key: str) -> torch.Tensor:
         """This rank's slice of a parameter's state, to read or to write; of a file a view, nothing is read yet."""
-        pieces = self._pieces[index]
+        pieces = self._room.pieces[index]
         return self.store.part(key, pieces[0].place, pieces[-1].place_stop)
 
     def value(self, index: int, key: str) -> Any:
@@ -299,7 +360,7 @@ class Home:
 
     def start(self, index: int, first_state: Callable[[torch.Tensor], dict[str, Any]]) -> None:
         """Give a parameter what ``first_state(values)`` returns, piece by piece."""
-        for piece in self._pieces[index]:
+        for piece in self._room.pieces[index]:
             values = _on_host(self._master(piece))
             self._absorb_state(piece, first_state(values), self.store.part)
         left = self._left.pop(index)
@@ -310,7 +371,7 @@ class Home:
         self._kept.pop(index, None)
 
     def _numel(self, index: int) -> int:
-        pieces = self._pieces[index]
+        pieces = self._room.pieces[index]
         return pieces[-1].stop - pieces[0].start
 
     def _has_region(self, index: int, key: str, value: Any, numel: int) -> bool:

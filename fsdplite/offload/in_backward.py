@@ -85,7 +85,7 @@ class UpdatesInBackward:
             return
         self._final.add(unit.index)
         home = optimizer.home_of(flat)
-        if home is None or not optimizer.is_whole or not optimizer.has_all(flat):
+        if home is None or not optimizer.is_whole or not all(optimizer.are_grouped(flat)):
             return
         gradient = flat.gradient.take_final()
         if gradient is None:

@@ -1,6 +1,7 @@
 """Masters in the file of their optimizer state: where a mirror in host memory serves the gathers, nothing else needs them.
 
-A step reads and writes them as it does the state. Between steps they are mapped: parameters are views of the file.
+A step reads and writes them as it does the state. Between steps they are mapped: parameters are views of the file. The
+engine itself reads them with calls that can be refused, because a mapping answers a failing disk with a signal.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MASTERS = "masters of the parameters"  # a region's key; no class has a state of
 
 
 class MasterRegion:
-    """The masters of one flat parameter in one region of its store."""
+    """The masters of one flat parameter in the first region of its store."""
 
     def __init__(self, flat: FlatParameter) -> None:
         self._flat = flat
@@ -35,18 +36,19 @@ class MasterRegion:
     def move_in(self, store: DiskStore, chunks: list[Chunk]) -> None:
         """Write the masters to a new store, in order and not through a mapping: what fails has a name.
 
-        Memory: one chunk.
+        They are where they were until all is written. Memory: one chunk.
         """
-        self._flat.resting.refresh_mirror(self._flat)  # while they are in memory
-        slices = self._flat.masters.slices
+        flat = self._flat
+        flat.resting.refresh_mirror(flat)  # while they are where they were
+        slices = flat.masters.slices
+        buffer = _buffer(store, chunks)
         for chunk in chunks:
             offset, size = store.span(MASTERS, chunk.start, chunk.stop)
-            buffer = aligned_bytes(size)
-            values = buffer.view(self._flat.dtype)
+            values = buffer.view(flat.dtype)
             for piece in chunk.pieces:
                 place = piece.place - chunk.start
                 values[place : place + piece.numel].copy_(slices[piece.index][piece.offset : piece.offset + piece.numel])
-            store.file.write(offset, buffer)
+            store.file.write(offset, buffer[:size])
         self._rest_in(store, chunks)
 
     def _rest_in(self, store: DiskStore, chunks: list[Chunk]) -> None:
@@ -57,8 +59,19 @@ class MasterRegion:
                 pieces.setdefault(piece.index, []).append(piece)
         slices = [torch.empty(0, dtype=flat.dtype, device="cpu") for _ in flat.users]
         for index, of_it in pieces.items():
-            slices[index] = store.part(MASTERS, of_it[0].place, of_it[-1].place_stop)
-        flat.move_masters(Masters(slices, flat.layout, flat.groups.shard_rank, store.check))
+            slices[index] = store.part_alone(MASTERS, of_it[0].place, of_it[-1].place_stop)
+
+        def read(shard: torch.Tensor) -> None:
+            buffer = _buffer(store, chunks)
+            for chunk in chunks:
+                offset, size = store.span(MASTERS, chunk.start, chunk.stop)
+                store.file.read(offset, buffer[:size])
+                values = buffer.view(flat.dtype)
+                for piece in chunk.pieces:
+                    place = piece.place - chunk.start
+                    shard[piece.start : piece.stop].copy_(values[place : place + piece.numel])
+
+        flat.move_masters(Masters(slices, store.check, read))
 
     def start_anew(self, store: DiskStore, chunks: list[Chunk]) -> None:
         """They are lost: another store, where they wait to be loaded."""
@@ -66,10 +79,32 @@ class MasterRegion:
         self._flat.unit.schedule.unfilled.lose(self._flat)
 
     def move_out(self) -> None:
-        """Back to where they came from. Memory: the shard."""
-        flat, kept = self._flat, self._flat.masters
-        flat.move_masters(None)
+        """Back to where they came from; lost if they cannot be read. Memory: the shard.
+
+        Raises:
+            OffloadError: There is no memory for them. They stay where they are.
+        """
+        flat = self._flat
         try:
-            kept.copy_to(flat.masters.vector)
+            moved = flat.new_masters()
+        except (RuntimeError, MemoryError) as problem:
+            raise OffloadError(
+                "the masters in a file cannot come back to host memory",
+                expected=f"{flat.shard_numel * flat.dtype.itemsize} bytes",
+                found=str(problem).splitlines()[0],
+                **flat.where(),
+                cure="nothing is lost: save a checkpoint, or free memory and call close() again",
+            ) from problem
+        is_lost = False
+        try:
+            flat.masters.copy_to(moved.vector)
         except OffloadError:
+            is_lost = True
+        flat.move_masters(moved)
+        if is_lost:
             flat.unit.schedule.unfilled.lose(flat)
+
+
+def _buffer(store: DiskStore, chunks: list[Chunk]) -> torch.Tensor:
+    """As long as the longest chunk."""
+    return aligned_bytes(max((store.span(MASTERS, chunk.start, chunk.stop)[1] for chunk in chunks), default=0))

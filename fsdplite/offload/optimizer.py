@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -125,9 +125,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.updates_in_backward: UpdatesInBackward | None = None
         self._table = table = HomeTable(updater, offload)
         weakref.finalize(self, table.close, is_at_exit=True)
-        self._finalizer = weakref.finalize(self, table.close)  # the last that was made is called first
-        self._finalizer.atexit = False
+        weakref.finalize(self, table.close).atexit = False  # the last that was made is called first
 
+        @torch.inference_mode(False)
         def make() -> None:
             torch.optim.Optimizer.__init__(self, params, updater.defaults)
             if offload.optimizer == "nvme" and groups.rank == groups.ranks[0]:
@@ -229,6 +229,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         except BaseException as problem:
             self._failure = self._failure or f"a failure to update: {problem}"
             self._updater.forget_step()
+            for home in self._table:
+                home.abandon()
             raise
         self.last_step.wall_s += time.perf_counter() - began
         return loss
@@ -258,16 +260,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _group_of(self, parameter: torch.Tensor) -> int | None:
         return self._numbers.get(id(parameter))
 
-    def has_all(self, flat: FlatParameter) -> bool:
-        """Whether every parameter of a flat parameter is in a group."""
-        return all(id(user) in self._numbers for user in flat.users)
+    def are_grouped(self, flat: FlatParameter) -> list[bool]:
+        """Per parameter of a flat parameter, whether it is in a group."""
+        return [id(user) in self._numbers for user in flat.users]
 
     def _update(self) -> None:
         if self.updates_in_backward is not None:
             self.updates_in_backward.end_step()
         self.settle()
         self.number_groups()
-        homes: list[tuple[Home, torch.Tensor | None]] = [(home, None) for home in self._table]
+        # The hook after a step counts these as changed, and no others.
+        homes = [(home, None) for home in self._table if any(self.are_grouped(home.flat))]
         for home, _ in homes:
             home.store.check()
             home.begin()
@@ -279,7 +282,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def update_reduced(self, reduced: list[tuple[Home, torch.Tensor]], report: StepReport) -> None:
         """Update whole flat parameters from gradient shards that their users do not hold, on any thread."""
-        ready: list[tuple[Home, torch.Tensor | None]] = []
+        ready = []
         for home, gradient in reduced:
             flat = home.flat
             flat.gradient.wait()
@@ -290,11 +293,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             ready.append((home, gradient))
         self._update_homes(ready, report)
 
-    def _update_homes(self, homes: list[tuple[Home, torch.Tensor | None]], report: StepReport) -> None:
+    def _update_homes(self, homes: Sequence[tuple[Home, torch.Tensor | None]], report: StepReport) -> None:
         parts = []
         for home, reduced in homes:
             for chunk in home.chunks:
-                if reduced is None and not self._has_gradients(home, chunk):
+                if reduced is None and not home.has_gradients(chunk, self._group_of):
                     continue
                 if home.store.is_streamed:
                     parts.append(home.part_to_stream(chunk, (home, chunk, reduced)))
@@ -304,14 +307,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     report.update_s += time.perf_counter() - before
         if parts and self._table.stream is not None:
             self._table.stream.run(parts, self._update_part, report)
-
-    def _has_gradients(self, home: Home, chunk: Chunk) -> bool:
-        with engine_access():
-            users = home.flat.users
-            return any(
-                read_grad(users[piece.index]) is not None and self._group_of(users[piece.index]) is not None
-                for piece in chunk.pieces
-            )
 
     def _update_part(self, part: Part, regions: dict[str, torch.Tensor]) -> None:
         home, chunk, reduced = part.content
@@ -428,12 +423,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return name if name is None or info is None else info.name
 
     def close(self) -> None:
-        """End the threads and remove the files; masters move back to host memory. Done when the optimizer is gone, too."""
+        """End the threads and remove the files; masters move back to host memory. Done when the optimizer is gone, too.
+
+        Raises:
+            OffloadError: There is no memory for the masters. The optimizer goes on as it was.
+        """
+        self._table.close()
         self._failure = self._failure or "it was closed"
         self._is_closed = True
         if self.updates_in_backward is not None:
             self.updates_in_backward.close()
-        self._finalizer()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise FSDPError(

@@ -68,6 +68,12 @@ class DiskStore(Store):
         dtype = self.dtypes[key]
         return self.file.mapped(self._offsets[key] + start * dtype.itemsize, stop - start, dtype)
 
+    def part_alone(self, key: str, start: int, stop: int) -> torch.Tensor:
+        """The same, to hold on to: addresses are taken up to the end of this region, and not of the file."""
+        dtype, offset = self.dtypes[key], self._offsets[key]
+        most_bytes = offset + padded(self.numel * dtype.itemsize)
+        return self.file.mapped(offset + start * dtype.itemsize, stop - start, dtype, most_bytes)
+
     def span(self, key: str, start: int, stop: int) -> tuple[int, int]:
         """Offset and length of whole blocks that hold these elements; ``start`` is at a block's start."""
         size = self.dtypes[key].itemsize

@@ -15,7 +15,8 @@ __all__ = ["in_place", "is_same", "new_tensors_on_host", "own_copy"]
 def own_copy(value: Any) -> Any:
     """A copy that shares nothing which is changed in place: tensors, and what containers of Python hold."""
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        with torch.inference_mode(False):
+            return value.detach().clone()
     if isinstance(value, dict):
         copied = copy.copy(value)
         copied.update((key, own_copy(item)) for key, item in value.items())
