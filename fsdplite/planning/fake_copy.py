@@ -35,7 +35,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         raise ConfigError(
             "the model cannot be copied for planning",
             found=f"{type(failure).__name__}: {failure}",
-            cure="pass a function that builds it: fsdp.plan(lambda: Model(...), ...)",
+            cure="plan it without what copy.deepcopy cannot copy: locks, generators, open files",
         ) from failure
     del keep
     return twin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from collections.abc import Callable
@@ -181,15 +182,17 @@ class Plan:
 
 
 def apart(function: Callable[..., T]) -> Callable[..., T]:
-    """Outside of any inference mode, and without a trace in random generators: the first optimizer of a process, say,
-    imports the compiler, which draws numbers.
+    """Outside of any inference mode, where tensors are made on the CPU, and without a trace in random generators: the
+    first optimizer of a process, say, imports the compiler, which draws numbers.
     """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> T:
         state = random.getstate()
         try:
-            with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
+            elsewhere = torch.get_default_device().type != "cpu"  # else a context that costs time would change nothing
+            place = torch.device("cpu") if elsewhere else contextlib.nullcontext()
+            with torch.inference_mode(False), torch.random.fork_rng(devices=[]), place:
                 return function(*args, **kwargs)
         finally:
             random.setstate(state)

@@ -152,7 +152,7 @@ def record_step(
     if segments is not None:
         recompute_in_segments(segments, blocks, Groups())
     with mode:
-        args, kwargs = map_tensors(_as_fake, (args, kwargs))
+        args, kwargs = map_tensors(functools.partial(_as_fake, {}), (args, kwargs))
         given = list(tensors_in((args, kwargs)))
         for tensor in [*given, *model.parameters(), *model.buffers(), *unregistered_tensors(model)]:
             recorder.live.exclude(tensor)
@@ -387,11 +387,16 @@ def _gradient_hook(recorder: _Recorder, number: int) -> Callable[[torch.Tensor],
     return on_gradient
 
 
-def _as_fake(tensor: torch.Tensor) -> torch.Tensor:
+def _as_fake(known: dict[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """The same for what is given twice, as tokens that are labels too."""
     if isinstance(tensor, FakeTensor):
         return tensor
-    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return fake.requires_grad_(tensor.requires_grad)
+    if id(tensor) not in known:
+        strides = {"stride": tensor.stride()} if tensor.layout is torch.strided else {}
+        empty = torch.empty_strided if strides else torch.empty
+        fake = empty(tensor.shape, **strides, dtype=tensor.dtype, device="cpu")
+        known[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
+    return known[id(tensor)]
 
 
 def _caster(dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import pytest
 import torch
@@ -95,6 +96,24 @@ def test_weights_that_a_module_lists_elsewhere_too() -> None:
     assert plan.resting.gradients == 4 * numel and plan.resting.parameters == 4 * numel
 
 
+def test_a_batch_takes_the_memory_that_it_takes() -> None:
+    """Tokens that are labels too are there once, and so is the row that an expanded batch repeats."""
+
+    def bytes_of(*inputs: Tensor) -> int:
+        loss_of = lambda model, first, second: model(first + second).square().mean()  # noqa: E731
+        return fsdp.plan(lambda: nn.Linear(32, 4), world_size=2, inputs=inputs, loss_of=loss_of).input_bytes
+
+    batch = torch.ones(8, 32)
+    assert bytes_of(batch, batch) == 4 * 8 * 32 and bytes_of(batch, batch.clone()) == 2 * 4 * 8 * 32
+    assert bytes_of(batch[:1].expand(8, 32), batch) == 4 * 32 + 4 * 8 * 32
+
+
+def test_the_default_device_changes_nothing() -> None:
+    plan = fsdp.plan(small, world_size=2, inputs=TOKENS)
+    with torch.device("meta"):
+        assert numbers(fsdp.plan(small, world_size=2, inputs=TOKENS)) == numbers(plan)
+
+
 def test_what_is_not_counted_is_said() -> None:
     """The LSTM kernel of a CPU returns a workspace for backward, whose size only it knows; the GRU there has none."""
     options = {"world_size": 2, "inputs": torch.ones(3, 2, 8)}
@@ -171,6 +190,7 @@ def test_wrong_options_are_named() -> None:
         (ConfigError, "or topology", lambda: fsdp.auto(topology=fsdp.Topology(), bandwidth=1e9)),
         (ConfigError, "loss_of is not a function", lambda: fsdp.plan(linear, world_size=2, loss_of=5)),
         (ConfigError, "loss_of is not a function", lambda: plan.but(loss_of=5)),
+        (ConfigError, "copy.deepcopy cannot", lambda: fsdp.plan(locked, world_size=2)),
         (ConfigError, "needs arguments", lambda: fsdp.plan(nn.Linear, world_size=2)),
         (ConfigError, r"found: \(Sequential, int\)", lambda: fsdp.plan(lambda: (model, 5), world_size=2)),
         (ConfigError, "make_batch", lambda: fsdp.plan(lambda: (model, lambda step: None), world_size=2)),
@@ -187,6 +207,12 @@ def test_wrong_options_are_named() -> None:
     ):
         with pytest.raises(error, match=needle):
             call()
+
+
+def locked() -> nn.Module:
+    model = linear()
+    model.lock = threading.Lock()
+    return model
 
 
 adafactor = functools.partial(torch.optim.Adafactor)
