@@ -22,10 +22,11 @@ from .local_slice import LocalSlice, as_local_slice, engine_access, info_of, rea
 from .parameter import RestingLeaf, ShardedParameter
 from .user_warning import warn_user
 
-__all__ = ["WHOLE_TENSOR_OPTIMIZERS", "abandon_step", "exempt", "flip_again", "install", "restore"]
+__all__ = ["WHOLE_TENSOR_OPTIMIZERS", "abandon_step", "exempt", "flip_again", "install", "refuse_sparse_updates", "restore"]
 
 # They read a parameter's rows, columns or all of it at once; a slice would give other numbers in silence.
 WHOLE_TENSOR_OPTIMIZERS = {"Adafactor", "Muon", "LBFGS", "Shampoo", "DistributedShampoo", "SOAP", "KFAC", "LARS", "LAMB", "Lamb", "Lars"}  # fmt: skip
+_SPARSE_GRADIENT_OPTIMIZERS = {"SparseAdam"}
 
 _checked: weakref.WeakSet = weakref.WeakSet()
 _exempt: weakref.WeakSet = weakref.WeakSet()
@@ -48,9 +49,17 @@ def _sharded(optimizer: Any) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if type(p) is ShardedParameter]
 
 
-def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+class _StepArguments(tuple):
+    """The arguments of a step, which go when the step is over. One that raised never reaches its post hook."""
+
+    def __del__(self) -> None:
+        if _stepping:
+            _forget_dead_steps()
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
     if optimizer in _exempt:
-        return
+        return None
     _forget_dead_steps()
     if optimizer not in _checked:
         _refuse_full_tensors(optimizer)
@@ -60,7 +69,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             ignored.refuse_pending(index)
     sharded = _sharded(optimizer)
     if not sharded:
-        return
+        return None
     if optimizer not in _checked:
         _check_kind(optimizer, sharded[0])
         if not hasattr(optimizer, "state_to_fill"):  # an offloaded optimizer checks what it is given
@@ -73,6 +82,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     _check_others(optimizer, sharded)
     _stepping.append(optimizer)
     _flip(sharded)
+    return _StepArguments(args), kwargs
 
 
 def _refuse_full_tensors(optimizer: Any) -> None:
@@ -116,26 +126,29 @@ def _flip(sharded: list[torch.Tensor]) -> None:
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if _stepping and _stepping[-1] is optimizer:
-        _stepping.pop()
-        flats = {id(info.flat): info.flat for group in optimizer.param_groups for p in group["params"] if (info := info_of(p))}  # fmt: skip
-        for flat in flats.values():
-            flat.mark_updated()
-        restore()
+        _mark_updated(_stepping.pop())
+        _restore()
+
+
+def _mark_updated(optimizer: Any) -> None:
+    flats = {id(info.flat): info.flat for group in optimizer.param_groups for p in group["params"] if (info := info_of(p))}
+    for flat in flats.values():
+        flat.mark_updated()
 
 
 def abandon_step(optimizer: Any) -> None:
     """A step is about to raise: what its pre hook did is undone now. For optimizers whose ``step`` is the engine's own."""
     if _stepping and _stepping[-1] is optimizer:
         _stepping.pop()
-        restore()
+        _restore()
 
 
 def _forget_dead_steps() -> None:
-    """A step that raised never reached its post hook: undo what its pre hook did."""
+    """A step that raised never reached its post hook: undo what its pre hook did, and count what it may have updated."""
     while _stepping and not _is_running(_stepping[-1]):
-        _stepping.pop()
+        _mark_updated(_stepping.pop())
     if not _stepping:
-        restore()
+        _restore()
 
 
 def _is_running(optimizer: Any) -> bool:
@@ -149,7 +162,13 @@ def _is_running(optimizer: Any) -> bool:
 
 
 def restore() -> None:
-    """Back to the guarded classes: after a step, and for a forward inside ``step(closure)``."""
+    """Back to the guarded classes, for a forward: also for one inside ``step(closure)``, or after a step that raised."""
+    if _stepping:
+        _forget_dead_steps()
+    _restore()
+
+
+def _restore() -> None:
     while _flipped:
         tensor = _flipped.pop()
         tensor.__class__ = ShardedParameter if type(tensor) is nn.Parameter else ShardedGrad
@@ -159,7 +178,7 @@ def flip_again() -> None:
     """After a forward and backward inside ``step(closure)``: the rest of the step sees plain tensors again."""
     if _stepping:
         _forget_dead_steps()
-    if _stepping:
+    if _stepping:  # still
         _flip(_sharded(_stepping[-1]))
 
 
@@ -178,6 +197,18 @@ def _check_kind(optimizer: Any, parameter: torch.Tensor) -> None:
             **info.where,
             cure="use an element-wise optimizer (SGD, Adam, AdamW, RMSprop, Lion, ...), or update whole matrices "
             "inside `with fsdp.full_params(module, writeback=True):`",
+        )
+    refuse_sparse_updates(type(optimizer), **info_of(parameter).where)
+
+
+def refuse_sparse_updates(optimizer_class: type, **where: Any) -> None:
+    """Raise for an optimizer that takes sparse gradients only."""
+    names = {cls.__name__ for cls in optimizer_class.__mro__} & _SPARSE_GRADIENT_OPTIMIZERS
+    if names:
+        raise ShardedAccessError(
+            f"{sorted(names)[0]} updates by sparse gradients, and those of sharded parameters are dense",
+            **where,
+            cure="use Adam or AdamW; Embedding(sparse=True) saves nothing here and may go",
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError, ShardedAccessError
-from ..optimizer_hooks import WHOLE_TENSOR_OPTIMIZERS, exempt
+from ..optimizer_hooks import WHOLE_TENSOR_OPTIMIZERS, exempt, refuse_sparse_updates
 from .values import in_place, is_same, new_tensors_on_host, own_copy
 
 __all__ = ["Entry", "Probed", "Updater"]
@@ -82,6 +82,7 @@ class Updater:
                 f"{sorted(refused)[0]} reads whole tensors, and it would be given pieces",
                 cure="use an element-wise optimizer (SGD, Adam, AdamW, RMSprop, ...)",
             )
+        refuse_sparse_updates(optimizer_class)
         self._class = optimizer_class
         self._settings = settings
         self._inner = self._make([{"params": [torch.zeros(1, device="cpu")]}])
