@@ -123,10 +123,14 @@ class Agreement:
             if self.world.is_first:
                 patience_s = _FAREWELL_S if hurry else min(_DEAD_S, self.world.timeout_s)
                 deadline = time.monotonic() + patience_s
-                keys = [f"left/{i}" for i in range(self.world.size) if i not in self._gone]
-                while not (everyone := self._store.check(keys)) and time.monotonic() < deadline:
+                look = time.monotonic() + _BEAT_S
+                keys = {index: f"left/{index}" for index in range(self.world.size) if index not in self._gone}
+                while not (everyone := self._store.check(list(keys.values()))) and time.monotonic() < deadline:
                     time.sleep(0.002)
-                if everyone and not self._gone:
+                    if time.monotonic() > look:
+                        look += _BEAT_S
+                        keys = {index: key for index, key in keys.items() if not self._has_ended(index)}
+                if everyone and len(keys) == self.world.size:
                     self._clear()
         except RuntimeError:
             pass  # the store is gone, and with it whoever could read
@@ -196,10 +200,8 @@ class Agreement:
         for index, awaited in missing.items():
             if index == self.world.index:
                 continue
-            process = str(self.world.ranks[index])
-            if self._processes.check([process]) and has_ended(self._processes.get(process).decode()):
-                if not self._store.check([awaited]):
-                    self._lose(index, "is gone: its process has ended")
+            if self._has_ended(index) and not self._store.check([awaited]):
+                self._lose(index, "is gone: its process has ended")
             key = f"beat/{index}"
             if not self._store.check([key]):
                 if now - started > patience_s:
@@ -222,6 +224,10 @@ class Agreement:
                 self._lose(index, f"has shown no sign of life for {dead_s:g} s: its process is gone or stopped")
             if now - moved > patience_s:
                 self._lose(index, f"has made no progress for {patience_s:g} s")
+
+    def _has_ended(self, index: int) -> bool:
+        process = str(self.world.ranks[index])
+        return self._processes.check([process]) and has_ended(self._processes.get(process).decode())
 
     def _lose(self, index: int, what: str) -> None:
         self._gone.add(index)

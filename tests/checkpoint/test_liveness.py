@@ -9,9 +9,10 @@ import sys
 import pytest
 
 import fsdplite as fsdp
+from fsdplite.checkpoint.agree import Agreement
 from fsdplite.checkpoint.liveness import has_ended, identity
 from tests.checkpoint.parts import filled
-from tests.harness import expect_loud, here, run_together
+from tests.harness import expect_loud, here, run, run_together
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere nobody is known to have ended")
 PROGRAM = """
@@ -67,3 +68,17 @@ def test_a_rank_that_died_before_the_call_is_named_without_waiting_for_the_timeo
     for kind, texts in zip(kinds, run_together(3, never_arrives, calls, pg_timeout_s=60)):
         assert texts[0] == texts[2]
         assert fsdp.latest_step(tmp_path / kind) == 1, kind
+
+
+def dies_at_the_end(root):
+    model, optimizer = filled(1.0)
+    fsdp.save_checkpoint(root, model, optimizer, step=1)
+    if here.rank == 1:
+        Agreement._leave = lambda self, *, hurry: os._exit(0)
+    fsdp.save_checkpoint(root, model, optimizer, step=2)
+    expect_loud(lambda: fsdp.save_checkpoint(root, model, optimizer, step=3), "rank 1 is gone: its process has ended")
+
+
+def test_a_rank_that_dies_when_all_is_published_is_not_waited_for(tmp_path):
+    run(2, dies_at_the_end, str(tmp_path), fresh=True, pg_timeout_s=60, timeout_s=20, absent={1})
+    assert fsdp.latest_step(tmp_path) == 2
