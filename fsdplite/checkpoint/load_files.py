@@ -56,20 +56,21 @@ def load_safetensors(model: nn.Module, folder: Any, *, rename: Rename = None, st
     with agreement.open():
         agreement.phase = "find"
         fs = file_system(root_path(folder))
-        base, names = _find(fs, root_path(folder))
+        base, names, listed = _find(fs, root_path(folder))
         reading = Reading(agreement, fs, base)
         try:
-            return _load(reading, model, names, rename, strict)
+            return _load(reading, model, names, listed, rename, strict)
         finally:
             reading.close()
 
 
-def _find(fs: FileSystem, folder: str) -> tuple[str, list[str]]:
-    """The directory and the names of its files."""
+def _find(fs: FileSystem, folder: str) -> tuple[str, list[str], dict[str, str]]:
+    """The directory, the names of its files, and of each tensor that an index lists the file that has it."""
     try:
         names = fs.list(folder)
     except NotADirectoryError:
-        return os.path.split(folder)[0], [os.path.split(folder)[1]]
+        above, name = os.path.split(folder)
+        return _find(fs, above) if name == INDEX else (above, [name], {})
     except FileNotFoundError:
         raise CheckpointError(
             "there is no such folder", expected="a folder of safetensors files, or one such file", phase="find",
@@ -84,7 +85,8 @@ def _find(fs: FileSystem, folder: str) -> tuple[str, list[str]]:
     if INDEX in names:
         path = os.path.join(folder, INDEX)
         try:
-            wanted = list(dict.fromkeys(json.loads(read_all(fs, path))["weight_map"].values()))
+            listed = json.loads(read_all(fs, path))["weight_map"]
+            wanted = list(dict.fromkeys(listed.values()))
             if strange := [name for name in wanted if not isinstance(name, str)]:
                 raise ValueError(f"{strange[0]!r} is listed as a file")
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
@@ -97,9 +99,9 @@ def _find(fs: FileSystem, folder: str) -> tuple[str, list[str]]:
                 phase="find",
                 path=os.path.join(folder, absent[0]),
             )
-        return folder, wanted
+        return folder, wanted, listed
     if SINGLE in names:
-        return folder, [SINGLE]
+        return folder, [SINGLE], {}
     found = [name for name in names if name.endswith(".safetensors")]
     parts = [name for name in found if name.startswith("model-") and "-of-" in name]
     if not found or parts:
@@ -111,7 +113,7 @@ def _find(fs: FileSystem, folder: str) -> tuple[str, list[str]]:
             path=folder,
             errno=errno.ENOENT,
         )
-    return folder, found
+    return folder, found, {}
 
 
 def _renamed(rename: Rename, name: str) -> str | None:
@@ -128,8 +130,10 @@ def _renamed(rename: Rename, name: str) -> str | None:
     return new
 
 
-def _load(reading: Reading, model: nn.Module, names: list[str], rename: Rename, strict: bool) -> LoadReport:
-    manifest, inside = _as_manifest(reading, names, rename)
+def _load(
+    reading: Reading, model: nn.Module, names: list[str], listed: dict[str, str], rename: Rename, strict: bool
+) -> LoadReport:
+    manifest, inside = _as_manifest(reading, names, listed, rename)
     reading.agreement.phase = "compare"
     state: ModelState = model_state.collect(model)
     differences = Differences()
@@ -148,13 +152,17 @@ def _load(reading: Reading, model: nn.Module, names: list[str], rename: Rename, 
     return report
 
 
-def _as_manifest(reading: Reading, names: list[str], rename: Rename) -> tuple[Manifest, dict[str, str]]:
+def _as_manifest(
+    reading: Reading, names: list[str], listed: dict[str, str], rename: Rename
+) -> tuple[Manifest, dict[str, str]]:
     """The files' headers as one manifest under the model's names, and the names in the files."""
     manifest = Manifest(step=0, world_size=len(names), mesh=(1, 1), run_id="", created=0.0)
     inside: dict[str, str] = {}
+    absent = dict(listed)
     for number, name in enumerate(names):
         file = reading.open(number, name, None)
         for spec in file.header.tensors.values():
+            absent.pop(spec.name, None)
             new = _renamed(rename, spec.name)
             if new is None:
                 continue
@@ -165,4 +173,15 @@ def _as_manifest(reading: Reading, names: list[str], rename: Rename) -> tuple[Ma
             inside[new] = spec.name
             ranges = (Range(number, 0, spec.size_bytes // ITEMSIZE[spec.dtype]),) if spec.size_bytes else ()
             manifest.tensors[new] = TensorRecord(spec.dtype, spec.shape, "replicated", ranges)
+    if absent:
+        name = next(iter(absent))
+        raise CheckpointError(
+            f"the index lists {len(absent)} tensors that none of its files holds" if len(absent) > 1 else
+            "the index lists a tensor that none of its files holds",
+            found=f"'{name}', listed in {absent[name]}",
+            parameter=name,
+            phase="find",
+            path=os.path.join(reading.folder, absent[name]),
+            cure="get the whole folder again: its files and its index are of different versions",
+        )  # fmt: skip
     return manifest, inside

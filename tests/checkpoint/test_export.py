@@ -321,3 +321,17 @@ def test_sweep_of_an_export(in_memory, shard_bytes, exists):
                 fsdp.export_safetensors(in_memory / "step-1", out, max_shard_bytes=shard_bytes)
                 same_bits(tensors_in(out), {name: p.detach() for name, p in expected.items()})
                 assert not [name for name in os.listdir(out) if name.startswith(".")], where
+
+
+def test_an_index_that_lists_what_no_file_holds(tmp_path):
+    fsdp.save_checkpoint(tmp_path, nn.Sequential(nn.Linear(3, 3)), step=1)
+    fsdp.export_safetensors(tmp_path, tmp_path / "out", max_shard_bytes=20)
+    index = tmp_path / "out" / "model.safetensors.index.json"
+    model = nn.Sequential(nn.Linear(3, 3))
+    assert fsdp.load_safetensors(model, index).missing == []  # the index stands for its folder
+    content = json.loads(index.read_text())
+    content["weight_map"]["1.weight"] = content["weight_map"]["0.bias"]
+    index.write_text(json.dumps(content))
+    for strict in (True, False):
+        expect_loud(lambda: fsdp.load_safetensors(model, tmp_path / "out", strict=strict), "none of its files holds",
+                    "'1.weight', listed in model-0000")  # fmt: skip
