@@ -26,6 +26,7 @@ __all__ = [
     "PUBLISHED",
     "RANK_FILE",
     "WORKING",
+    "changed_meanwhile",
     "clean",
     "defect",
     "latest_step",
@@ -44,6 +45,7 @@ __all__ = [
 PUBLISHED = re.compile(r"step-(0|[1-9][0-9]*)")
 RANK_FILE = re.compile(r"rank-[0-9]+-of-[0-9]+\.safetensors")
 _BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")
+_LOOKS = 20  # at what others change at the same time
 # Directories that a save works in. Only names of exactly this form are ever removed.
 WORKING = re.compile(r"\.step-(0|[1-9][0-9]*)\.[0-9a-f]{16}\.(saving|replaced|removing)")
 
@@ -146,11 +148,23 @@ def load_manifest(fs: FileSystem, path: str) -> Manifest:
 
 
 def published(fs: FileSystem, root: str) -> list[tuple[str, Manifest]]:
-    """The published steps in a root, lowest first: their directories and manifests."""
-    try:
-        names = fs.list(root)
-    except FileNotFoundError:
-        return []
+    """The published steps in a root, lowest first: their directories and manifests.
+
+    While this looks, a job may publish a step and remove older ones: a name that was there and is gone makes it look again.
+    """
+    for _ in range(_LOOKS):
+        try:
+            names = fs.list(root)
+        except FileNotFoundError:
+            return []
+        found = _published_among(fs, root, names)
+        others = (name for name in names if (match := PUBLISHED.fullmatch(name)) and int(match[1]) not in found)
+        if all(_exists(fs, os.path.join(root, name)) for name in others):
+            break
+    return [found[step] for step in sorted(found)]
+
+
+def _published_among(fs: FileSystem, root: str, names: list[str]) -> dict[int, tuple[str, Manifest]]:
     found: dict[int, tuple[str, Manifest]] = {}
     for name in names:
         match = PUBLISHED.fullmatch(name)
@@ -160,7 +174,18 @@ def published(fs: FileSystem, root: str) -> list[tuple[str, Manifest]]:
         match = WORKING.fullmatch(name)
         if match and match[2] == "replaced" and int(match[1]) not in found:
             _add(fs, os.path.join(root, name), int(match[1]), found)
-    return [found[step] for step in sorted(found)]
+    return found
+
+
+def changed_meanwhile(fs: FileSystem, path: str, manifest: Manifest) -> str | None:
+    """What another job has done to a checkpoint since its manifest was read."""
+    try:
+        now = load_manifest(fs, path)
+    except CheckpointError:
+        return None if _exists(fs, path) else "was removed while it was read"
+    except OSError:
+        return None
+    return None if now.run_id == manifest.run_id else "was saved again while it was read"
 
 
 def published_itself(fs: FileSystem, path: str) -> Manifest | None:
@@ -178,9 +203,13 @@ def published_itself(fs: FileSystem, path: str) -> Manifest | None:
 
 def _add(fs: FileSystem, path: str, step: int, found: dict[int, tuple[str, Manifest]]) -> None:
     try:
-        manifest = load_manifest(fs, path)
-        if manifest.step == step and defect(fs, path, manifest) is None:
-            found[step] = (path, manifest)
+        for _ in range(_LOOKS):
+            manifest = load_manifest(fs, path)
+            if manifest.step == step and defect(fs, path, manifest) is None:
+                found[step] = (path, manifest)
+            elif changed_meanwhile(fs, path, manifest):
+                continue
+            break
     except (CheckpointError, FileNotFoundError, NotADirectoryError):
         pass  # not published; find_step and verify_checkpoint say why. Other errors hide a step that may be there
 

@@ -95,6 +95,13 @@ def load_checkpoint(
         reading = Reading(agreement, fs, path)
         try:
             return _Load(reading, path, manifest).run(model, optimizer, strict, allow_cast)
+        except (CheckpointError, OSError) as problem:
+            what = catalog.changed_meanwhile(fs, path, manifest)
+            if what is None:
+                raise
+            raise CheckpointError(
+                f"step {manifest.step} {what}", phase=agreement.phase, path=path, cure="load again, or another step"
+            ) from problem
         finally:
             reading.close()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..keywords import known_keywords
-from .catalog import load_manifest, root_path
+from .catalog import changed_meanwhile, load_manifest, root_path
 from .dtypes import ITEMSIZE
 from .find import locate
 from .manifest import MANIFEST, FileRecord, Manifest
@@ -95,9 +95,15 @@ def verify_folder(fs: FileSystem, folder: str, advance: Callable[[int], None]) -
     for number, record in enumerate(manifest.files):
         _verify_file(fs, folder, manifest, number, record, buffer, result, advance)
     known = {MANIFEST, *(record.name for record in manifest.files)}
-    for name in fs.list(folder):
-        if name not in known:
-            result.problems.append(Problem(name, "is not part of this checkpoint; it is never read"))
+    try:
+        names = fs.list(folder)
+    except FileNotFoundError:
+        names = []
+    result.problems += [
+        Problem(name, "is not part of this checkpoint; it is never read") for name in names if name not in known
+    ]
+    if result.problems and (what := changed_meanwhile(fs, folder, manifest)):
+        result.problems = [Problem(MANIFEST, f"{what}: verify it again")]  # what was found is of two saves
     return result
 
 
