@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from . import events
 from .control import ORDER, USE, exchange, exchange_texts
 from .errors import RankMismatchError, unit_label
-from .gradient_buffer import DROPPED, HAD, KEPT, LACKED, USED
+from .gradient_buffer import CHANGED, DROPPED, HAD, KEPT, LACKED, UNCHANGED, USED
 from .order import KINDS, OUTSIDE, REDUCE, Order
 from .watchdog import Waiting
 
@@ -20,14 +20,31 @@ if TYPE_CHECKING:
 
 __all__ = ["Agreement"]
 
-_HAD_AND_LACKED = HAD | LACKED
-_KEPT_AND_DROPPED = KEPT | DROPPED
+_UNEQUAL_SUMS = (
+    "ranks add gradients to different ones: zero_grad() was called on some of them only",
+    "gradients of earlier backwards on all ranks, or on none",
+    "call zero_grad() on every rank, at the same point of the step, and then run this step again",
+)
+# What must not be true on different ranks, and what it means if it is.
+_UNEQUAL = {
+    HAD | LACKED: _UNEQUAL_SUMS,
+    KEPT | DROPPED: _UNEQUAL_SUMS,
+    CHANGED | UNCHANGED: (
+        "parameters were changed on some ranks only: optimizer.step() was skipped on the others",
+        "a step on all ranks, or on none",
+        "decide alike on all ranks: reduce what decides (a loss that is not finite, say), or ask fsdp.LossScaler, which "
+        "skips on all of them; then load a checkpoint, as the parameters have come apart",
+    ),
+}
 _IS_USED = bytes(flags & USED for flags in range(256))
+_IS_UNEQUAL = bytes(any(flags & both == both for both in _UNEQUAL) for flags in range(256))
 _WHAT_WAS_THERE = {
     HAD: "a gradient was there",
     LACKED: "none was there",
     KEPT: "an unreduced one was kept",
     DROPPED: "an unreduced one was dropped",
+    CHANGED: "a step changed it",
+    UNCHANGED: "nothing changed it",
 }
 
 
@@ -78,27 +95,30 @@ class Agreement:
         merged = exchange(groups, ORDER, value, flags, waiting)
         if merged is None:
             self._report(groups, waiting)
-        for index, both in enumerate(merged):
-            if both & _HAD_AND_LACKED == _HAD_AND_LACKED or both & _KEPT_AND_DROPPED == _KEPT_AND_DROPPED:
-                self._refuse_unequal_sums(flats, index, flags, waiting)
+        if (index := merged.translate(_IS_UNEQUAL).find(1)) >= 0:
+            self._refuse_unequal(flats, index, merged[index], flags, waiting)
         if events.active is not None and groups.control is not None:
             events.active.emit("check", schedule.root.name, len(flags))
         schedule.order.restart_hash()
         return merged.translate(_IS_USED)
 
-    def _refuse_unequal_sums(self, flats: list[FlatParameter], index: int, flags: bytearray, waiting: Waiting) -> None:
-        """Gradients are added to what earlier backwards brought on some ranks, and to nothing on others."""
+    def _refuse_unequal(
+        self, flats: list[FlatParameter], index: int, merged: int, flags: bytearray, waiting: Waiting
+    ) -> None:
+        """Since the last comparison ranks have done other things to a parameter or its gradient."""
         groups = self._schedule().groups
+        unequal = next(both for both in _UNEQUAL if merged & both == both)
+        problem, expected, cure = _UNEQUAL[unequal]
         names = [name for flat in flats for name in flat.names] + self._schedule().ignored.names
         told = zip(groups.ranks, exchange_texts(groups, flags[index], waiting))
-        found = [(rank, [text for flag, text in _WHAT_WAS_THERE.items() if own & flag]) for rank, own in told]
+        found = [(rank, [text for flag, text in _WHAT_WAS_THERE.items() if own & flag & unequal]) for rank, own in told]
         raise RankMismatchError(
-            "ranks add gradients to different ones: zero_grad() was called on some of them only",
-            expected="gradients of earlier backwards on all ranks, or on none",
+            problem,
+            expected=expected,
             found="; ".join(f"rank {rank}: {', '.join(texts)}" for rank, texts in found if texts),
             parameter=names[index],
             rank=groups.rank,
-            cure="call zero_grad() on every rank, at the same point of the step, and then run this step again",
+            cure=cure,
         )
 
     def _trail(self) -> list[str]:

@@ -22,11 +22,15 @@ from .watchdog import Waiting
 if TYPE_CHECKING:
     from .flat_param import FlatParameter
 
-__all__ = ["DROPPED", "HAD", "KEPT", "LACKED", "USED", "WAITING_FRACTION", "GradientBuffer", "GradientShard"]
+__all__ = [
+    "CHANGED", "DROPPED", "HAD", "KEPT", "LACKED", "UNCHANGED", "USED", "WAITING_FRACTION", "GradientBuffer",
+    "GradientShard",
+]  # fmt: skip
 
 # What a rank tells the others about a parameter: it contributes a gradient; the backward found a reduced gradient there,
-# or none; what an unsynchronised backward had left was still there, or was dropped.
-USED, HAD, LACKED, KEPT, DROPPED = 1, 2, 4, 8, 16
+# or none; what an unsynchronised backward had left was still there, or was dropped; the shard has changed since the last
+# comparison, or it has not.
+USED, HAD, LACKED, KEPT, DROPPED, CHANGED, UNCHANGED = 1, 2, 4, 8, 16, 32, 64
 
 WAITING_FRACTION = 8  # the buffer is allocated when more than 1/8 of it has arrived
 
@@ -69,6 +73,8 @@ class GradientBuffer:
         self.is_pending = False
         self._is_taking = False  # this backward has brought gradients since the last reduction
         self._is_resumed = False  # this backward adds to what an unsynchronised one left
+        self._compared_generation: int | None = None  # of the shard, at the last comparison with the other ranks
+        self._generation = 0
         self._left = bytearray(count)  # per parameter: KEPT or DROPPED since the last, unsynchronised, backward
         self._waiting: dict[int, torch.Tensor] = {}  # gradients that are not in the buffer yet
         self._waiting_numel = 0
@@ -135,6 +141,10 @@ class GradientBuffer:
                 self._views[index].copy_(gradient)
         self._waiting.clear()
         self._waiting_numel = 0
+
+    def begin(self) -> None:
+        """A backward begins: what has changed the shard so far, all ranks must have done."""
+        self._generation = self._flat().generation
 
     def resume(self) -> None:
         """A backward begins to add to what an unsynchronised one left, unless ``zero_grad`` came in between."""
@@ -317,11 +327,13 @@ class GradientBuffer:
         """Per parameter, what the other ranks have to know of it. Nothing of earlier gradients where no element is here:
         a program may leave such slices out of its optimizer, and of ``zero_grad``."""
         flags = bytearray(self.used)
+        known, self._compared_generation = self._compared_generation, self._generation
+        changed = 0 if known is None else UNCHANGED if known == self._generation else CHANGED
         with engine_access():
             for index, user in enumerate(self._flat().users):
                 gradient = read_grad(user)
                 if self._chunk_of[index] >= 0:
-                    flags[index] |= LACKED if gradient is None or type(gradient) is PendingGrad else HAD
+                    flags[index] |= changed | (LACKED if gradient is None or type(gradient) is PendingGrad else HAD)
                 flags[index] |= self._left[index]
         return flags
 

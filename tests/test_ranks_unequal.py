@@ -62,7 +62,7 @@ def pending_dropped_on_rank_1() -> None:
         model(1.0).backward()
     if here.rank == 1:
         model.zero_grad()
-    expect_loud(lambda: model(1.0).backward(), "'w'", "rank 0: none was there, an unreduced one was kept")
+    expect_loud(lambda: model(1.0).backward(), "'w'", "rank 0: an unreduced one was kept; rank 1: an unreduced one was dropped")
     model.zero_grad()
     model(3.0).backward()
     assert gather_grads(model)["w"].tolist() == [3.0] * 4
@@ -112,6 +112,39 @@ def every_accumulation() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_slices_left_out_and_unequal_use_are_fine(world_size: int) -> None:
     run(world_size, every_accumulation)
+
+
+# ---------------------------------------------------------------------------- steps on some ranks
+
+
+def no_step_on_rank_1(stage: int, accumulate: bool) -> None:
+    """As a program does that skips the step where its own loss is not finite."""
+    model = fsdp.fsdp_wrap(seeded(Stack, 2), fsdp.by_class("Block"), stage=stage)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.numel()], lr=0.1)
+    x = torch.ones(4, 5, dtype=torch.float64)
+
+    def step(takes_step: bool) -> None:
+        if accumulate:
+            with model.no_sync():
+                model(x).sum().backward()
+        model(x).sum().backward()
+        if takes_step:
+            optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step(True)
+    step(False)  # on all ranks
+    step(here.rank == 0)
+    expect_loud(lambda: step(True), "optimizer.step() was skipped", "rank 1: nothing changed it")
+
+
+def every_step() -> None:
+    for_each([(stage, accumulate) for stage in (0, 3) for accumulate in (False, True)], no_step_on_rank_1)
+
+
+def test_a_step_on_some_ranks_only() -> None:
+    run(2, every_step)
 
 
 # ---------------------------------------------------------------------------- other parameters on other ranks
