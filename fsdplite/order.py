@@ -19,17 +19,22 @@ KINDS = ("all-gather in forward", "all-gather in backward", "reduce-scatter", "u
 OUTSIDE = ("full_params", "full_grad", "full_state_dict", "gradient norm", "regrouping of unfrozen parameters")
 
 _MASK = (1 << 63) - 1
+_DEAD = "a pass that died"
 
 
 class Pass:
-    """One forward or backward: what ran so far, and what the last one like it ran."""
+    """One forward or backward: what ran so far, and what the last one like it ran.
 
-    __slots__ = ("events", "expected", "is_as_expected")
+    ``is_surprising``: nothing predicts that it begins now, so its first use is agreed upon.
+    """
 
-    def __init__(self, expected: list[int] | None) -> None:
+    __slots__ = ("events", "expected", "is_as_expected", "is_surprising")
+
+    def __init__(self, expected: list[int] | None, is_surprising: bool = False) -> None:
         self.events: list[int] = []
         self.expected = expected
         self.is_as_expected = expected is not None
+        self.is_surprising = is_surprising
 
     def take(self, code: int) -> bool:
         """Record a use. True if the last pass predicted it."""
@@ -37,10 +42,11 @@ class Pass:
         self.events.append(code)
         if self.is_as_expected:
             expected = self.expected
-            if position < len(expected) and expected[position] == code:
-                return True
-            self.is_as_expected = False
-        return False
+            self.is_as_expected = position < len(expected) and expected[position] == code
+        if self.is_surprising:
+            self.is_surprising = False
+            return False
+        return self.is_as_expected
 
     def upcoming(self) -> Iterator[int]:
         """What is expected from here on; nothing after a deviation."""
@@ -58,6 +64,8 @@ class Order:
     def __init__(self, number: int) -> None:
         self.number = number  # of the model: the same on all ranks, another for every model
         self._last: dict[Hashable, list[int]] = {}
+        self._running: Hashable = None  # the pass that runs, or that ran last; None after a backward
+        self._followers: dict[Hashable, set[Hashable]] = {}  # which passes have begun after which
         self.hash = number
         self.recent: deque[int] = deque(maxlen=4096)  # for the report when hashes differ
 
@@ -70,10 +78,23 @@ class Order:
         return divmod(code, len(KINDS))
 
     def start(self, key: Hashable) -> Pass:
-        return Pass(self._last.get(key))
+        """A pass begins. Where another one would be as likely, a rank that alone begins this one must not send at once:
+        a forward where a backward is due, and whatever follows an error."""
+        followed, self._running = self._running, key
+        is_surprising = followed is not None and key not in self._followers.setdefault(followed, set())
+        if is_surprising:
+            self._followers[followed].add(key)
+        return Pass(self._last.get(key), is_surprising)
 
-    def stop(self, key: Hashable, done: Pass) -> None:
+    def interrupt(self) -> None:
+        """A pass died, maybe on this rank only."""
+        self._followers[_DEAD] = set()
+        self._running = _DEAD
+
+    def stop(self, key: Hashable, done: Pass, ends_step: bool = False) -> None:
         self._last[key] = done.events
+        if ends_step:
+            self._running = None
 
     def note(self, code: int) -> None:
         self.hash = (self.hash * 1_000_003 + code + 1) & _MASK

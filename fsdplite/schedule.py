@@ -139,6 +139,7 @@ class Schedule:
             self.is_guarding = False
         if has_failed:
             self._forward = None
+            self.order.interrupt()
             self._settle()
             self.keeps_weights = False
             for resident in list(self.resident):
@@ -212,6 +213,8 @@ class Schedule:
             for unit in self.units:
                 for flat in unit.flats:
                     flat.sync_requires_grad()  # what was frozen since the forward gets no gradient
+                    if flat.gradient is not None:
+                        flat.gradient.begin()
         self._backward = self.order.start(self._backward_key())
         torch.autograd.Variable._execution_engine.queue_callback(BackwardEnd(self))
 
@@ -339,7 +342,7 @@ class Schedule:
             self.ignored.bind_pending()
         if (updates := self.updates()) is not None:
             updates.finish()
-        self.order.stop(self._backward_key(), self._backward)
+        self.order.stop(self._backward_key(), self._backward, ends_step=True)
         self._backward = None
         self.in_backward = False
         self.step += 1
@@ -366,6 +369,7 @@ class Schedule:
     def abandon_backward(self) -> None:
         """A backward died: what it has sent is waited for, what it brought is dropped, everything rests."""
         self.keeps_weights = self._renews_keeping = False
+        self.order.interrupt()
         if (updates := self.updates()) is not None:
             updates.abandon()
         for call in self.open_calls:

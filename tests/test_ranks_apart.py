@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import fsdplite as fsdp
-from tests.harness import Vec, expect_loud, here, run
+from tests.harness import Vec, expect_loud, here, run, run_together
 
 pytestmark = pytest.mark.slow  # most of these wait for a time-out
 
@@ -164,6 +165,47 @@ def unequal_routes_later() -> None:
 
 def test_ranks_that_use_different_parameters_in_a_later_step() -> None:
     run(2, unequal_routes_later, fresh=True, pg_timeout_s=3)
+
+
+class Uneven(nn.Module):
+    """Units of other sizes: a gather of one that meets a gather of another kills a gloo process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        if self.fails:
+            raise ValueError("boom")
+        return x
+
+
+def goes_on_alone(how: str) -> None:
+    """Rank 1 catches an error of its own, or drops an output, and begins the next step while rank 0 is in backward."""
+    model = fsdp.fsdp_wrap(Uneven(), fsdp.by_name("blocks.*"))
+    x = torch.ones(2, 5)
+    for _ in range(2):
+        model(x).sum().backward()
+        model.zero_grad()
+
+    def step() -> None:
+        if here.rank == 1:
+            model.fails = how == "raises"
+            with contextlib.suppress(ValueError):
+                model(x)
+            model.fails = False
+        model(x).sum().backward()
+
+    expect_loud(step, "rank 1 waits in agreement before", "rank 0 waits in all-gather in backward")
+
+
+def test_a_rank_that_begins_its_next_step_alone() -> None:
+    run_together(2, goes_on_alone, [(("raises",), ()), (("drops",), ())], pg_timeout_s=3)
 
 
 def absent_from_wrapping() -> None:
