@@ -391,6 +391,8 @@ def _as_fake(known: dict[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tens
     """The same for what is given twice, as tokens that are labels too."""
     if isinstance(tensor, FakeTensor):
         return tensor
+    if tensor.is_nested:
+        raise ConfigError("inputs hold a nested tensor, whose sizes are values", cure="plan with a padded one")
     if id(tensor) not in known:
         strides = {"stride": tensor.stride()} if tensor.layout is torch.strided else {}
         empty = torch.empty_strided if strides else torch.empty

@@ -163,6 +163,7 @@ def test_wrong_options_are_named() -> None:
     plan = fsdp.plan(linear, world_size=2)
     model = linear()
     made = torch.optim.SGD(model.parameters())
+    nested = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
     for error, needle, call in (
         (UnknownOptionError, "did you mean 'stage'", lambda: plan.but(stgae=2)),
         (UnknownOptionError, "did you mean 'world_size'", lambda: fsdp.plan(linear, wordl_size=2)),
@@ -190,6 +191,7 @@ def test_wrong_options_are_named() -> None:
         (ConfigError, "or topology", lambda: fsdp.auto(topology=fsdp.Topology(), bandwidth=1e9)),
         (ConfigError, "loss_of is not a function", lambda: fsdp.plan(linear, world_size=2, loss_of=5)),
         (ConfigError, "loss_of is not a function", lambda: plan.but(loss_of=5)),
+        (ConfigError, "nested", lambda: fsdp.plan(linear, world_size=2, inputs=nested)),
         (ConfigError, "copy.deepcopy cannot", lambda: fsdp.plan(locked, world_size=2)),
         (ConfigError, "needs arguments", lambda: fsdp.plan(nn.Linear, world_size=2)),
         (ConfigError, r"found: \(Sequential, int\)", lambda: fsdp.plan(lambda: (model, 5), world_size=2)),
