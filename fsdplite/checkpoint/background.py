@@ -78,12 +78,11 @@ class SaveHandle:
         return f"SaveHandle({self.path!r}, {state})"
 
 
-_last: SaveHandle | None = None
+_untold: list[SaveHandle] = []  # oldest first; more than one where threads of the program save at the same time
 
 
 def start(path: str, agreement: Agreement, run: Callable[[], None]) -> SaveHandle:
     """Run the rest of a save in a thread. The interpreter waits for it when it exits."""
-    global _last
     handle = SaveHandle(path)
 
     def body() -> None:
@@ -96,30 +95,33 @@ def start(path: str, agreement: Agreement, run: Callable[[], None]) -> SaveHandl
             handle._is_over = True
 
     handle._thread = threading.Thread(target=body, name="fsdplite-checkpoint", daemon=False)
-    _last = handle
     handle._thread.start()
+    _untold[:] = [other for other in _untold if not other._is_told]
+    _untold.append(handle)
     return handle
 
 
 def drain() -> None:
-    """Wait for the save in flight. Raise its error, or that of an earlier one, if nobody has been told yet."""
-    handle = _last
-    if handle is not None and not handle._is_told and not handle._is_elsewhere:
-        handle.wait()
+    """Wait for the saves in flight. Raise the error of the oldest that nobody has been told of yet."""
+    for handle in list(_untold):
+        if not handle._is_told and not handle._is_elsewhere:
+            handle.wait()
 
 
 def settle() -> None:
-    """Wait for the save in flight; its error stays for ``wait()``, the next save, or the exit."""
-    if _last is not None and _last._thread is not None:
-        _last._thread.join()
+    """Wait for the saves in flight; their errors stay for ``wait()``, the next save, or the exit."""
+    for handle in list(_untold):
+        if not handle._is_elsewhere and handle._thread is not None:
+            handle._thread.join()
 
 
 @atexit.register
 def _at_exit() -> None:
-    try:
-        drain()
-    except BaseException as problem:
-        print(f"fsdplite: a background save failed: {problem}", file=sys.stderr, flush=True)
+    while True:
+        try:
+            return drain()
+        except BaseException as problem:
+            print(f"fsdplite: a background save failed: {problem}", file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------------- the copy
@@ -143,7 +145,10 @@ def stage(parts: list[Part]) -> tuple[list[Part], Staging]:
     """Copy what the parts show into host memory. Memory: their bytes, once."""
     parts = sorted(parts, key=lambda part: -ITEMSIZE[part.dtype])  # then each is aligned without padding
     total = sum(part.data.numel() * ITEMSIZE[part.dtype] for part in parts)
-    buffer: Any = _kept.pop() if _kept else None
+    try:
+        buffer: Any = _kept.pop()
+    except IndexError:
+        buffer = None
     if buffer is None or not total <= buffer.numel() <= 2 * total:
         buffer = None  # free the old one before the new one is there
         buffer = host_empty(total, torch.uint8, pinned=any(part.data.is_cuda for part in parts))

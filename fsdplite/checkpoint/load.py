@@ -194,12 +194,9 @@ class _Load:
 
     def _own_values(self, targets: list[Target]) -> torch.Tensor | None:
         manifest = self._manifest
-        index = self._world.index
-        if self._world.size == 1 and dist.is_available() and dist.is_initialized():
-            index = dist.get_rank()  # a plain module, loaded by each rank on its own
-            size = dist.get_world_size()
-        else:
-            size = self._world.size
+        index, size = self._world.index, self._world.size
+        if self._world.is_alone and dist.is_available() and dist.is_initialized():
+            index, size = dist.get_rank(), dist.get_world_size()  # a plain module, which all ranks have saved together
         saved = [_rank_of(name, self._path) for name, t in manifest.tensors.items() if t.kind == "per_rank"]
         left = [rank for rank in saved if rank >= size]
         if index == 0 and left:

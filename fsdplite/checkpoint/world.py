@@ -22,11 +22,13 @@ class World:
         index: This rank's place among them.
         ranks: Their ranks in the default process group.
         timeout_s: How long a rank may make no progress.
+        is_alone: This rank loads for itself, what others do at the same time is their own.
     """
 
     index: int = 0
     ranks: tuple[int, ...] = (0,)
     timeout_s: float = 600.0
+    is_alone: bool = False
 
     @property
     def size(self) -> int:
@@ -43,7 +45,7 @@ class World:
 
 def alone() -> World:
     """A world of this rank only."""
-    return World(ranks=(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,))
+    return World(ranks=(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,), is_alone=True)
 
 
 def world_of(model: nn.Module) -> World:

@@ -12,6 +12,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import fsdplite as fsdp
 from fsdplite.checkpoint import storage
@@ -354,6 +355,18 @@ def test_K87_per_rank_values_return_to_their_rank(tmp_path):
     assert [len(f[2]) for f in found] == [0, 0, 1] and "rank 2" in found[2][2][0]
     found = run(1, K87_load, str(tmp_path))
     assert found[0][:2] == (expected[0], 0) and len(found[0][2]) == 1 and "rank 1" in found[0][2][0]
+
+
+def apart(root):
+    """Each rank has a model of its own, wrapped over itself alone."""
+    groups = [dist.new_group([rank]) for rank in range(here.world_size)]
+    model = fsdp.fsdp_wrap(nn.Linear(3, 3), mesh=groups[here.rank])
+    fsdp.save_checkpoint(f"{root}/{here.rank}", model, step=1, per_rank=here.rank)
+    return fsdp.load_checkpoint(f"{root}/{here.rank}", model).per_rank
+
+
+def test_per_rank_values_of_a_model_that_one_rank_has_to_itself(tmp_path):
+    assert run(2, apart, str(tmp_path)) == [0, 1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

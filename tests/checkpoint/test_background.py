@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import fsdplite as fsdp
-from fsdplite.checkpoint import storage
+from fsdplite.checkpoint import background, storage
 from fsdplite.checkpoint.safetensors_file import CHUNK_BYTES
 from tests.harness import Vec, expect_loud, here, plain, run
 
@@ -110,7 +111,7 @@ def test_K67_file_system_calls_grow_with_bytes(tmp_path, count):
 SCRIPT = """
 import sys, torch
 import fsdplite as fsdp
-from fsdplite.checkpoint import storage
+from fsdplite.checkpoint import background, storage
 sys.path.insert(0, {here!r})
 from tests.checkpoint.faults import Fault, FaultyFileSystem
 model = torch.nn.Linear(3, 3)
@@ -155,3 +156,17 @@ def training_goes_on(root):
 
 def test_training_goes_on_during_a_save(tmp_path):
     run(2, training_goes_on, str(tmp_path))
+
+
+def test_threads_of_a_program_save_at_the_same_time(tmp_path, monkeypatch):
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            background.settle()  # another thread's save waits for those in flight at this very moment
+            super().start()
+
+    monkeypatch.setattr(background.threading, "Thread", Thread)
+    model, optimizer = filled(1.0, wrap=False)
+    for step in (1, 2):
+        fsdp.save_checkpoint(tmp_path, model, optimizer, step=step, background=True)
+    background.drain()
+    assert [c.step for c in fsdp.list_checkpoints(tmp_path)] == [1, 2]
