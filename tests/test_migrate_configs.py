@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import sys
 
 import pytest
 
-from fsdplite.migration import config_files, yaml_subset
+from fsdplite.migration import config_files, yaml_tree
 
 
 def test_deepspeed_configuration() -> None:
@@ -128,24 +129,36 @@ num_processes: 8
     ]
 
 
-def test_the_yaml_that_is_read() -> None:
+def test_yaml_as_a_tree() -> None:
     text = """---
-a: [1, 'x, y', "z"]
-b:
+a: [1, 'x, y',
+  null]
+b: &known
 - one
 - key: 2.5
-  other: ~
-c: it's # a comment
-d: 'it''s # none'
-e:
-  - {f: yes, g: "no"}
-h: 1e-3
-i: http://host:80/x
+c: *known
+d: |
+  two
+  lines
+e: 2026-11-30
 """
-    assert ast.literal_eval(yaml_subset.parse(text)) == {
-        "a": [1, "x, y", "z"], "b": ["one", {"key": 2.5, "other": None}], "c": "it's", "d": "it's # none",
-        "e": [{"f": True, "g": "no"}], "h": 1e-3, "i": "http://host:80/x",
+    tree = yaml_tree.parse(text)
+    assert ast.literal_eval(tree) == {
+        "a": [1, "x, y", None], "b": ["one", {"key": 2.5}], "c": ["one", {"key": 2.5}], "d": "two\nlines\n",
+        "e": "2026-11-30",
     }  # fmt: skip
-    for wrong in ("a: |\n  text", "a: [1,\n 2]", "\ta: 1", "a: 'x", "a: 1\n    b: 2"):
-        with pytest.raises(yaml_subset.YamlError):
-            yaml_subset.parse(wrong)
+    assert isinstance(tree, ast.Dict) and [key.lineno for key in tree.keys] == [2, 4, 7, 8, 11]
+    for wrong, line in (("a: [1,\n", 2), ("b: 1\n\tc: 1", 2), ("a: 'x", 1), ("a: 1\n    b: 2", 2), ("a: 1\n---\nb: 2", 2)):
+        with pytest.raises(ValueError) as failure:
+            yaml_tree.parse(wrong)
+        assert failure.value.lineno >= line
+    laughs = "\n".join(["a0: &a0 ha", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9))])
+    for wrong in ("a: &a [*a]", laughs):
+        with pytest.raises(ValueError, match="aliases|itself"):
+            yaml_tree.parse(wrong)
+
+
+def test_without_pyyaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ValueError, match=r"pip install 'fsdplite\[migrate\]'"):
+        yaml_tree.parse("a: 1")

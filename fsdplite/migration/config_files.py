@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from . import config_settings, launch_settings, yaml_subset
+from . import config_settings, launch_settings, yaml_tree
 from .rule import Finding
 
 __all__ = ["findings", "parse_json"]
@@ -43,7 +43,7 @@ def findings(data: bytes, is_json: bool) -> list[Finding]:
     Raises:
         ValueError: It cannot be parsed, or holds no configuration that is known.
     """
-    document = parse_json(data) if is_json else yaml_subset.parse(data.decode("utf-8-sig"))
+    document = parse_json(data) if is_json else yaml_tree.parse(data.decode("utf-8-sig"))
     found = [finding for node in _configurations(document) for finding in _findings(node)]
     if not found:
         raise ValueError("this is no configuration of DeepSpeed, Accelerate or the Trainer's fsdp_config: it has none "
