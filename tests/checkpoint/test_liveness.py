@@ -62,6 +62,7 @@ def never_arrives(root, call):
     return expect_loud(calls[call], "rank 1 is gone: its process has ended")
 
 
+@pytest.mark.slow
 def test_a_rank_that_died_before_the_call_is_named_without_waiting_for_the_timeout(tmp_path):
     kinds = ["save", "background", "load"]
     calls = [((str(tmp_path / kind), kind), {1}) for kind in kinds]
