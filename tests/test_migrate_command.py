@@ -56,7 +56,7 @@ BAD = {
     "chain.py": (b"x = a" + b".b()" * 20_000 + b"\n", "nested too deeply", None),
     "notes.ipynb": (b"{}", "no notebook: it has no cells", None),
     "cell.ipynb": (b'{"cells": [{"cell_type": "code", "source": "x = ("}]}', "cell 1: '(' was never closed", 1),
-    "tag.yaml": (b"fsdp_config:\n  a: &anchor 1\n", "'&' has a meaning in YAML that is not read", 2),
+    "bad.yaml": (b"fsdp_config:\n  a: 'x\n", "cannot be parsed", 3),
     "other.yml": (b"name: 1\n", "no configuration of DeepSpeed", None),
     "bad.json": (b'{"bf16": {"enabled": true},\n "fp16": }', "cannot be parsed", 2),
     "other.json": (b'{"name": 1}', "no configuration of DeepSpeed", None),

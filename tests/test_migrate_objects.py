@@ -148,3 +148,20 @@ def test_whole_tensors_of_norms_and_gradients() -> None:
     assert [write for _, _, write in found(source)] == [
         "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "norm", "fsdp.full_grad(model, name)"
     ]  # fmt: skip
+
+
+def test_what_is_prepared_is_the_model_wherever_it_stands() -> None:
+    source = """
+    from accelerate import Accelerator
+    a = Accelerator()
+    train_dl, model, optimizer = a.prepare(train_dl, model, optimizer)
+    student_model, teacher, o = a.prepare(student_model, teacher_model, torch.optim.Adam(p))
+    loader = a.prepare(loader)
+    x = a.prepare(Block())
+    """
+    assert [write for _, _, write in found(source)][1:] == [
+        "fsdp.fsdp_wrap(model, policy)",
+        "fsdp.fsdp_wrap(student_model, policy); fsdp.fsdp_wrap(teacher_model, policy)",
+        "",
+        "fsdp.fsdp_wrap(Block(), policy)",
+    ]

@@ -78,7 +78,11 @@ def bind_arguments(
     """
     given: dict[str, ast.expr] = {}
     unread = []
+    if parameters == "*args":
+        given["args"] = ast.Tuple(call.args[skip:], ast.Load())
     for name, value in zip(parameters.split(), call.args[skip:]):
+        if name == "*args":
+            break
         if isinstance(value, ast.Starred):
             break
         given[name] = value
@@ -144,6 +148,8 @@ def _write(rule: Rule, use: Use) -> Written:
             default = _USUAL.get(default[1:], default[1:])
         if node is None:
             return default if default is not None else _USUAL.get(name, name)
+        if form == "models":
+            return _wraps_of(use, node)
         if form == "*":
             return ", ".join(_elements(use, node))
         if form == "policy":
@@ -257,6 +263,20 @@ def _owner_of(node: ast.expr) -> str:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.endswith("parameters"):
         return one_line(node.func.value)
     return "model"
+
+
+_NO_MODELS = ("optim", "loader", "sched", "sampler", "dataset", "_dl", "lr_")
+
+
+def _wraps_of(use: Use, node: ast.expr) -> str:
+    """A wrap for each of several objects whose names do not say that they are something else than a model."""
+    texts = [use.text(one) for one in node.elts] if isinstance(node, ast.Tuple) else []
+    models = [
+        text for text in texts
+        if not any(word in f"_{text.lower()}_" for word in _NO_MODELS) and text.rpartition(".")[2] not in ("dl", "opt")
+    ]  # fmt: skip
+    named = [text for text in models if any(word in text.lower() for word in ("model", "net"))]
+    return "; ".join(f"fsdp.fsdp_wrap({text}, policy)" for text in (named or models)[: None if named else 1])
 
 
 def _settings_of(use: Use) -> str:
