@@ -14,13 +14,13 @@ from ..flat_param import FlatParameter
 from ..local_slice import engine_access, read_grad
 from .master_region import MASTERS, MasterRegion
 from .options import Offload
-from .pieces import Chunk, Piece, batches, chunk_numel_within, cut, piece_numel_within
+from .pieces import Chunk, Piece, chunk_numel_within, cut, piece_numel_within
 from .stores import DiskStore, HostStore, Store
 from .stream import Part
 from .update import Entry, Probed, Updater
 from .values import in_place, is_same, own_copy
 
-__all__ = ["Home"]
+__all__ = ["Home", "Place"]
 
 # Elements [start, stop) of a region, at this moment.
 Place = Callable[[str, int, int], torch.Tensor]
@@ -103,6 +103,11 @@ class Home:
     @property
     def probed(self) -> Probed:
         return self._room.probed
+
+    @property
+    def piece_numel(self) -> int:
+        """Most elements that are updated at a time: what an update makes on its way is as long as those."""
+        return self._room.piece_numel
 
     def _reserve(self, probed: Probed) -> _Room:
         flat, offload = self.flat, self._offload
@@ -261,7 +266,7 @@ class Home:
         beside = kept.beside if len(self._room.pieces[piece.index]) == 1 else own_copy(kept.beside)
         return {key: beside[key] if key in beside else part(key, piece.place, piece.place_stop) for key in kept.keys}
 
-    def _absorb(self, piece: Piece, entry: Entry, part: Place) -> None:
+    def absorb(self, piece: Piece, entry: Entry, part: Place) -> None:
         """Keep what an update has made of a piece."""
         if self.writes_mirror:
             self.flat.resting.write_mirror(piece.start, entry.value)
@@ -284,20 +289,6 @@ class Home:
                 found=f"{known.beside} and {left.beside}",
                 cure="use the class itself: an offloaded optimizer updates a parameter in pieces",
             )
-
-    def update(
-        self, updater: Updater, groups: list, chunk: Chunk, group_of: Any, part: Place, reduced: torch.Tensor | None
-    ) -> None:
-        """One step of a chunk, a few pieces at a time: what an update makes on its way is as long as those.
-
-        Args: as of :meth:`entries`.
-        """
-        for pieces in batches(chunk.pieces, self._room.piece_numel):
-            found = self.entries(pieces, group_of, part, reduced)
-            if found:
-                updater.run([entry for _, entry in found], groups)
-            for piece, entry in found:
-                self._absorb(piece, entry, part)
 
     # ------------------------------------------------------------------ one parameter's state
 

@@ -24,16 +24,19 @@ from ..local_slice import engine_access, info_of, read_grad
 from ..unit import UnitState
 from .files import warn_of_leftovers
 from .home_table import HomeTable
-from .homes import Home
+from .homes import Home, Place
 from .in_backward import UpdatesInBackward
 from .options import Offload
-from .pieces import Chunk
+from .pieces import batches
+from .shares import Share, update
 from .state_view import StateView, guarded
 from .stream import Part, StepReport
 from .together import together
 from .update import Entry, Updater
 
 __all__ = ["OffloadedOptimizer", "offloaded"]
+
+_JOINT_NUMEL = 2**15  # shorter chunks are updated together
 
 
 def offloaded(
@@ -294,27 +297,29 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._update_homes(ready, report)
 
     def _update_homes(self, homes: Sequence[tuple[Home, torch.Tensor | None]], report: StepReport) -> None:
-        parts = []
+        parts, in_memory = [], []
         for home, reduced in homes:
             for chunk in home.chunks:
                 if reduced is None and not home.has_gradients(chunk, self._group_of):
                     continue
+                share = Share(home, chunk, reduced)
                 if home.store.is_streamed:
-                    parts.append(home.part_to_stream(chunk, (home, chunk, reduced)))
+                    parts.append(home.part_to_stream(chunk, share))
                 else:
-                    before = time.perf_counter()
-                    home.update(self._updater, self.param_groups, chunk, self._group_of, home.store.part, reduced)
-                    report.update_s += time.perf_counter() - before
+                    in_memory.append((share, home.store.part))
+        before = time.perf_counter()
+        for shares in batches(in_memory, lambda item: item[0].chunk.stop - item[0].chunk.start, _JOINT_NUMEL):
+            update(shares, self._updater, self.param_groups, self._group_of)
+        report.update_s += time.perf_counter() - before
         if parts and self._table.stream is not None:
-            self._table.stream.run(parts, self._update_part, report)
+            self._table.stream.run(parts, self._update_parts, report)
 
-    def _update_part(self, part: Part, regions: dict[str, torch.Tensor]) -> None:
-        home, chunk, reduced = part.content
+    def _update_parts(self, parts: Sequence[Part], regions: Sequence[dict[str, torch.Tensor]]) -> None:
+        def place(start: int, own: dict[str, torch.Tensor]) -> Place:
+            return lambda key, first, last: own[key][first - start : last - start]
 
-        def place(key: str, start: int, stop: int) -> torch.Tensor:
-            return regions[key][start - chunk.start : stop - chunk.start]
-
-        home.update(self._updater, self.param_groups, chunk, self._group_of, place, reduced)
+        shares = [(part.content, place(part.start, own)) for part, own in zip(parts, regions)]
+        update(shares, self._updater, self.param_groups, self._group_of)
 
     def _update_loose(self, parameters: list[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         """Parameters that no unit owns, and those of which this rank has no element: their state is in memory.

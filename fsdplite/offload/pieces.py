@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from ..layout import FlatLayout
 from .files import BLOCK_BYTES
@@ -16,6 +17,8 @@ _VECTOR_NUMEL = 128
 # An update makes several temporary tensors as long as what it is given: short beside a buffer, and long enough that the
 # calls cost little (a third of a millisecond each, measured beside threads that read and write).
 _LARGEST_PIECE_NUMEL = 2**20
+
+Item = TypeVar("Item")
 
 
 @dataclass(eq=False)
@@ -63,16 +66,17 @@ def piece_numel_within(chunk_numel: int) -> int:
     return min(chunk_numel // 8, _LARGEST_PIECE_NUMEL)
 
 
-def batches(pieces: list[Piece], most_numel: int) -> Iterator[list[Piece]]:
-    """Consecutive pieces that have at most so many elements together."""
-    batch: list[Piece] = []
-    numel = 0
-    for piece in pieces:
-        if batch and numel + piece.numel > most_numel:
+def batches(items: Iterable[Item], size_of: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """Consecutive items whose sizes add up to at most ``most``; a larger one is alone."""
+    batch: list[Item] = []
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if batch and total + size > most:
             yield batch
-            batch, numel = [], 0
-        batch.append(piece)
-        numel += piece.numel
+            batch, total = [], 0
+        batch.append(item)
+        total += size
     if batch:
         yield batch
 

@@ -11,18 +11,21 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .files import aligned_bytes
+from .pieces import batches
 from .stores import DiskStore
 
 __all__ = ["Job", "Part", "StepReport", "Stream", "Workers"]
 
 _THREADS = 2  # for each direction
+# Shorter parts share a buffer: handing each to the threads and back costs more than the disk does.
+_JOINT_BYTES = 2**18
 
 
 @dataclass
@@ -62,6 +65,30 @@ class Part:
     keys: tuple[str, ...]
     new_keys: Collection[str]
     content: Any = None
+
+    @property
+    def total_bytes(self) -> int:
+        """In all regions, in whole blocks."""
+        return sum(self.store.span(key, self.start, self.stop)[1] for key in self.keys)
+
+    def requests(
+        self, regions: dict[str, torch.Tensor], but: Collection[str] = ()
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Offsets and memory of what is to be moved: of a short store all at once, because its regions are end to end.
+
+        Args:
+            regions: Where each is in memory.
+            but: Those that stay.
+        """
+        first, last = regions[self.keys[0]], regions[self.keys[-1]]
+        total, is_all = self.total_bytes, self.stop - self.start == self.store.numel
+        is_one_memory = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+        if is_all and is_one_memory and not but:
+            yield self.store.span(self.keys[0], self.start, self.stop)[0], first.as_strided((total,), (1,))
+            return
+        for key, memory in regions.items():
+            if key not in but:
+                yield self.store.span(key, self.start, self.stop)[0], memory
 
 
 class Job:
@@ -128,34 +155,42 @@ class _Slot:
     reads: list[Job] = field(default_factory=list)
     writes: list[Job] = field(default_factory=list)
 
-    def regions(self, part: Part) -> dict[str, torch.Tensor]:
-        """The buffer as whole blocks of bytes, one tensor per region."""
-        return {
-            key: memory[: part.store.span(key, part.start, part.stop)[1]]
-            for key, memory in zip(part.keys, self.memory)
-        }
+    def regions(self, parts: Sequence[Part]) -> list[dict[str, torch.Tensor]]:
+        """The buffer as whole blocks of bytes, one tensor per part and region; those of short parts are end to end."""
+        if sum(part.total_bytes for part in parts) > min(_JOINT_BYTES, self.memory[0].numel()):
+            (part,) = parts
+            spans = {key: part.store.span(key, part.start, part.stop)[1] for key in part.keys}
+            return [{key: memory[: spans[key]] for key, memory in zip(part.keys, self.memory)}]
+        found, end = [], 0
+        for part in parts:
+            own: dict[str, torch.Tensor] = {}
+            for key in part.keys:
+                begin, end = end, end + part.store.span(key, part.start, part.stop)[1]
+                own[key] = self.memory[0][begin:end]
+            found.append(own)
+        return found
 
 
 class _Pass:
-    """Parts on their way through the buffers. A buffer takes the next part at once when its last one is stored, on the
-    thread that stored it: nothing waits for an update to end."""
+    """Parts on their way through the buffers. A buffer takes the next ones at once when its last are stored, on the
+    thread that stored them: nothing waits for an update to end."""
 
-    def __init__(self, parts: Sequence[Part], start_reading: Callable[[Part, _Slot], list[Job]]) -> None:
-        self._waiting = deque(parts)
+    def __init__(self, batches: Iterable[list[Part]], start_reading: Callable[[list[Part], _Slot], list[Job]]) -> None:
+        self._waiting = deque(batches)
         self._start_reading = start_reading
         self._lock = threading.Lock()
-        self._coming: queue.SimpleQueue[tuple[Part, _Slot] | None] = queue.SimpleQueue()
+        self._coming: queue.SimpleQueue[tuple[list[Part], _Slot] | None] = queue.SimpleQueue()
 
     def refill(self, slot: _Slot) -> None:
         """A buffer is free."""
         with self._lock:
             if self._waiting:
-                part = self._waiting.popleft()
-                slot.reads = self._start_reading(part, slot)
-                self._coming.put((part, slot))
+                parts = self._waiting.popleft()
+                slot.reads = self._start_reading(parts, slot)
+                self._coming.put((parts, slot))
 
-    def next(self) -> tuple[Part, _Slot] | None:
-        """The next part in order, once its read has been asked for; None if the pass was stopped."""
+    def next(self) -> tuple[list[Part], _Slot] | None:
+        """The next parts in order, once their read has been asked for; None if the pass was stopped."""
         return self._coming.get()
 
     def stop(self) -> None:
@@ -170,7 +205,7 @@ class Stream:
 
     Args:
         buffer_bytes: Size of a buffer for one region.
-        regions: Most regions that a part has.
+        regions: Most regions that a part has, each in a buffer of its own.
         count: Number of buffers.
 
     Memory: ``buffer_bytes * regions * count``, and nothing else.
@@ -188,31 +223,41 @@ class Stream:
         return buffer_bytes <= self._size[0] and regions <= self._size[1]
 
     def run(
-        self, parts: Sequence[Part], update: Callable[[Part, dict[str, torch.Tensor]], None], report: StepReport
+        self,
+        parts: Sequence[Part],
+        update: Callable[[Sequence[Part], Sequence[dict[str, torch.Tensor]]], None],
+        report: StepReport,
     ) -> None:
-        """Bring each part in, in order, call ``update(part, regions)``, and take it back.
+        """Bring parts in, in order, a long one or several short ones at a time, call ``update``, and take them back.
 
         Returns when everything is stored. If anything fails, waits for what is under way and raises it.
+
+        Args:
+            parts: Their stores have no more regions than the buffers.
+            update: Is given parts and, for each, its regions.
+            report: Is told what was moved.
         """
-        passing = _Pass(parts, lambda part, slot: self._start_reading(part, slot, report))
+        most_bytes = min(_JOINT_BYTES, self._size[0] // 8)
+        together = list(batches(parts, lambda part: part.total_bytes, most_bytes))
+        passing = _Pass(together, lambda own, slot: self._start_reading(own, slot, report))
         try:
             for slot in self._slots:
                 passing.refill(slot)
-            for _ in parts:
+            for _ in together:
                 coming = passing.next()
                 if coming is None:
                     break  # a write has failed, which is raised below
-                part, slot = coming
+                own, slot = coming
                 for job in slot.reads:
                     job.wait()
                 before = time.perf_counter()
-                typed = {
-                    key: memory.view(part.store.dtypes[key])[: part.stop - part.start]
-                    for key, memory in slot.regions(part).items()
-                }
-                update(part, typed)
+                regions = [
+                    {key: memory.view(part.store.dtypes[key])[: part.stop - part.start] for key, memory in found.items()}
+                    for part, found in zip(own, slot.regions(own))
+                ]
+                update(own, regions)
                 report.update_s += time.perf_counter() - before
-                self._start_writing(part, slot, report, passing)
+                self._start_writing(own, slot, report, passing)
             for slot in self._slots:
                 for job in slot.writes:
                     job.wait()
@@ -226,19 +271,24 @@ class Stream:
             for slot in self._slots:
                 slot.reads, slot.writes = [], []
 
-    def _start_reading(self, part: Part, slot: _Slot, report: StepReport) -> list[Job]:
-        jobs = []
-        for key, memory in slot.regions(part).items():
-            if key in part.new_keys:
-                memory.zero_()
-                continue
-            offset, _ = part.store.span(key, part.start, part.stop)
-            jobs.append(self._readers.submit(self._timed(part.store.file.read, offset, memory, report, "read")))
-        return jobs
+    def _start_reading(self, parts: list[Part], slot: _Slot, report: StepReport) -> list[Job]:
+        calls = []
+        for part, regions in zip(parts, slot.regions(parts)):
+            for key, memory in regions.items():
+                if key in part.new_keys:
+                    memory.zero_()
+            for offset, memory in part.requests(regions, part.new_keys):
+                calls.append(self._timed(part.store.file.read, offset, memory, report, "read"))
+        return [self._readers.submit(call) for call in _joined(calls, len(parts))]
 
-    def _start_writing(self, part: Part, slot: _Slot, report: StepReport, passing: _Pass) -> None:
-        regions = slot.regions(part)
-        left = [len(regions)]
+    def _start_writing(self, parts: list[Part], slot: _Slot, report: StepReport, passing: _Pass) -> None:
+        calls = [
+            self._timed(part.store.file.write, offset, memory, report, "write")
+            for part, regions in zip(parts, slot.regions(parts))
+            for offset, memory in part.requests(regions)
+        ]
+        calls = _joined(calls, len(parts))
+        left = [len(calls)]
 
         def write(call: Callable[[], None]) -> Callable[[], None]:
             def run() -> None:
@@ -255,10 +305,6 @@ class Stream:
 
             return run
 
-        calls = [
-            self._timed(part.store.file.write, part.store.span(key, part.start, part.stop)[0], memory, report, "write")
-            for key, memory in regions.items()
-        ]
         slot.writes = [Job(write(call)) for call in calls]
         for job in slot.writes:
             self._writers.put(job)
@@ -283,3 +329,18 @@ class Stream:
         self._readers.stop()
         self._writers.stop()
         self._slots = []
+
+
+def _joined(calls: list[Callable[[], None]], parts: int) -> list[Callable[[], None]]:
+    """Calls of one part are a job each; those of several short ones are as few jobs as there are threads."""
+    if parts == 1:
+        return calls
+
+    def one_after_another(some: list[Callable[[], None]]) -> Callable[[], None]:
+        def run() -> None:
+            for call in some:
+                call()
+
+        return run
+
+    return [one_after_another(calls[first::_THREADS]) for first in range(min(_THREADS, len(calls)))]
