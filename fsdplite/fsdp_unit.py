@@ -126,7 +126,13 @@ class FSDPUnit:
                         parameter=name,
                         cure='do it before fsdp_wrap; for low precision ask for fsdp_wrap(..., precision="bf16")',
                     )
-        return super()._apply(fn, *args, **kwargs)
+        # Swapping a parameter with itself, as torch would do then, is refused for one that hooks are registered on.
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        try:
+            return super()._apply(fn, *args, **kwargs)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(swaps)
 
     def __deepcopy__(self, memo: dict) -> Any:
         unit = state_of(self)

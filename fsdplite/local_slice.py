@@ -101,8 +101,13 @@ class LocalSlice(torch.Tensor):
         misuse = _misuse(func, name, args, sys._getframe(1))
         if misuse is not None:
             raise refusal(next(instances_in((args, kwargs or {}), LocalSlice)), misuse)
+        written = [info.flat for info in _written(name, args)]
+        for flat in written:
+            flat.resting.wait()
         with engine_access():
             result = func(*args, **(kwargs or {}))
+        for flat in written:
+            flat.mark_updated()
         if name in COPIES and isinstance(result, torch.Tensor) and isinstance(args[0], LocalSlice):
             return as_local_slice(result, args[0]._fsdp_info) if result.numel() == args[0].numel() else result
         return result
@@ -155,6 +160,18 @@ def as_local_slice(tensor: torch.Tensor, info: ParameterInfo) -> LocalSlice:
     local = tensor.as_subclass(LocalSlice)
     local._fsdp_info = info
     return local
+
+
+def _written(name: str, args: tuple) -> Iterator[ParameterInfo]:
+    """The parameters that an operation writes through ``.data``, ``detach()`` or a value of ``state_dict()``."""
+    is_foreach = name.startswith("_foreach_") and name.endswith("_")
+    if is_foreach or name in ELEMENTWISE or name in _WRITES:
+        for target in instances_in(args[:1], LocalSlice):
+            info = target.__dict__["_fsdp_info"]
+            with engine_access():
+                own, shard = (torch.Tensor.untyped_storage(t)._cdata for t in (target, info.flat.users[info.index]))
+            if own == shard:  # else a copy, or optimizer state
+                yield info
 
 
 def is_initialiser(frame: types.FrameType) -> bool:

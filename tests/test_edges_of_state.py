@@ -40,6 +40,55 @@ def wrapped(**options: Any) -> Pair:
 ONES = torch.ones(2, 3, dtype=torch.float64)
 
 
+def written_through_views(stage: int, precision: str | None) -> None:
+    """What rests full is gathered again after a write through a view of a slice, as averages of weights make them."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    fsdp.fsdp_wrap(model, fsdp.by_class(nn.Linear), stage=stage, precision=precision)
+    averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    x = torch.ones(2, 3)
+    expected = None
+    for value in (4.0, 8.0, 2.0):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.data.fill_(value)
+            expected = value if expected is None else (expected + value) / 2
+            averaged.update_parameters(model)
+            for each, weight in ((model, value), (averaged, expected)):
+                assert each(x).tolist() == [[weight * 3 * (weight * 4) + weight] * 3] * 2, (each, weight)
+    before = model[0].weight.data.clone()
+    before.mul_(2.0)  # a copy is a copy
+    with torch.no_grad():
+        model.state_dict()["1.bias"][...] = 1.0
+        assert model(x).tolist() == [[2.0 * 3 * 8.0 + 1.0] * 3] * 2
+
+
+def every_view() -> None:
+    for_each([(stage, precision) for stage in range(4) for precision in (None, "bf16")], written_through_views)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_writes_through_views_of_slices_are_seen(world_size: int) -> None:
+    run(world_size, every_view)
+
+
+def moved_to_where_it_is() -> None:
+    """`model.to()` that changes nothing stays fine where torch swaps parameters instead of setting their data."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model = wrapped()
+        model(ONES).sum().backward()
+        assert model.to(torch.float64) is model and model.double() is model
+        model(ONES).sum().backward()
+        assert torch.__future__.get_swap_module_params_on_conversion()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_move_that_changes_nothing_swaps_nothing(world_size: int) -> None:
+    run(world_size, moved_to_where_it_is)
+
+
 def a_step_that_raised(stage: int) -> None:
     model = wrapped(stage=stage)
     dead = torch.optim.SGD(model.parameters(), lr=0.1)
