@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Iterator
 
 from ..errors import ConfigError, did_you_mean
 from ..keywords import known_keywords
-from .catalog import load_manifest, make_directories, remove_tree, root_path
+from .catalog import PUBLISHED, load_manifest, make_directories, remove_tree, root_path
 from .dtypes import ITEMSIZE
 from .failure import from_os_error
 from .find import locate
-from .manifest import Manifest, TensorRecord, intersect
+from .manifest import MANIFEST, Manifest, TensorRecord, intersect
 from .reading import BUFFER_BYTES, RankFile, Request, refuse_damage
 from .remote import file_system
 from .safetensors_file import TensorSpec, build_header, lay_out
@@ -119,6 +119,13 @@ def _prepare(fs: FileSystem, target: str) -> bool:
     except FileNotFoundError:
         make_directories(fs, target)
         return True
+    if MANIFEST in names or any(PUBLISHED.fullmatch(name) for name in names):
+        what = "checkpoint" if MANIFEST in names else "root of checkpoints"
+        raise ConfigError(
+            f"the folder is a {what}: load_safetensors would not read an export in it",
+            found=target,
+            cure="choose a folder of its own",
+        )
     finished = [name for name in names if name in (SINGLE, INDEX)]
     if finished:
         raise ConfigError(

@@ -335,3 +335,14 @@ def test_an_index_that_lists_what_no_file_holds(tmp_path):
     for strict in (True, False):
         expect_loud(lambda: fsdp.load_safetensors(model, tmp_path / "out", strict=strict), "none of its files holds",
                     "'1.weight', listed in model-0000")  # fmt: skip
+
+
+def test_an_export_goes_into_no_checkpoint_and_no_root(tmp_path):
+    fsdp.save_checkpoint(tmp_path, nn.Linear(3, 3), step=1)
+    step = tmp_path / "step-1"
+    before = sorted(os.listdir(step))
+    expect_loud(lambda: fsdp.export_safetensors(tmp_path, step), "the folder is a checkpoint", "folder of its own")
+    expect_loud(lambda: fsdp.export_safetensors(tmp_path, tmp_path), "root of checkpoints", "folder of its own")
+    assert sorted(os.listdir(step)) == before and os.listdir(tmp_path) == ["step-1"]
+    (path,) = fsdp.export_safetensors(tmp_path, tmp_path / "hf")
+    assert fsdp.load_safetensors(nn.Linear(3, 3), tmp_path / "hf").missing == [] and os.path.exists(path)
