@@ -104,8 +104,7 @@ class Reductions:
         on_wire = shard_numel * planned.wire_dtype.itemsize
         summed = shard_numel * planned.buffer_dtype.itemsize
         if planned.wire_dtype != planned.buffer_dtype:
-            self.memory.grow(SHARDS, summed)
-            memory.add(SHARDS, -on_wire)
+            memory.grow(SHARDS, summed)
         if setup.shards_apart:
             memory.grow(SHARDS, summed)  # copied to where it rests
             memory.add(SHARDS, -summed)
@@ -120,6 +119,7 @@ class Reductions:
         self.program.copy(unit.name, 2 * summed)
         flat.is_reducing = False
         if planned.wire_dtype != planned.buffer_dtype:
+            memory.add(SHARDS, -on_wire)
             memory.add(COPIES, -self._wire_bytes(planned))
         self._release(flat)
 

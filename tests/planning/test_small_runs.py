@@ -32,10 +32,13 @@ class Odd(nn.Module):
         return (x * self.scale + self.empty.sum()).square().mean()
 
 
-def peaks(build: Callable[[], nn.Module], inputs: Tensor, optimizer_class: type = torch.optim.SGD) -> tuple[int, int]:
+def peaks(
+    build: Callable[[], nn.Module], inputs: Tensor, optimizer_class: type = torch.optim.SGD, **options: Any
+) -> tuple[int, int]:
     model = seeded(build)
-    plan = fsdp.plan(build, world_size=here.world_size, inputs=inputs, optimizer=optimizer_class, device="cpu")
-    fsdp.fsdp_wrap(model)
+    context = {"world_size": here.world_size, "inputs": inputs, "optimizer": optimizer_class, "device": "cpu"}
+    plan = fsdp.plan(build, **context, **options)
+    fsdp.fsdp_wrap(model, **options)
     optimizer = optimizer_class(model.parameters())
 
     def step() -> None:
@@ -68,6 +71,13 @@ def test_the_optimizer_loops_over_unequal_parameters_and_a_sparse_gradient_is_de
     ranks: int, sparse: bool
 ) -> None:
     for predicted, measured in run(ranks, peaks, functools.partial(Words, sparse), TOKENS, torch.optim.AdamW):
+        assert predicted == measured
+
+
+def test_a_sum_in_bf16_lives_until_its_copy_is_at_rest() -> None:
+    precision = fsdp.Precision(torch.bfloat16, reduce_dtype=torch.bfloat16)
+    options = {"precision": precision, "offload": fsdp.Offload(params="cpu")}
+    for predicted, measured in run(1, peaks, functools.partial(Words, False), TOKENS, **options):
         assert predicted == measured
 
 
