@@ -38,9 +38,9 @@ def build(width, blocks):
     return model, make(model.parameters(), lr=1e-3, foreach=False)
 
 
-other, warm = build(16, 2)
+other, warm = build(WIDTH, 2)
 for _ in range(3):  # pages of code that a first step brings into memory are not what is measured
-    other(torch.randn(4, 16)).square().mean().backward()
+    other(torch.randn(4, WIDTH)).square().mean().backward()
     warm.step()
 if kind != "plain":
     warm.close()
@@ -81,14 +81,14 @@ def program(kind: str, blocks: int, room: int, folder: Any) -> subprocess.Comple
 def test_a_step_takes_the_same_memory_as_the_model_grows(tmp_path: Any) -> None:
     """Buffers: four of 1 MiB for each of two moments. One unit: 1 MiB. The state is 8 and 64 MiB.
 
-    One MiB more is for what the interpreter and the allocator take.
+    What an update makes on its way takes half a MiB more; the rest is for the interpreter and the allocator.
     """
     taken = []
     for blocks in (4, 32):
         done = program("nvme", blocks, 0, tmp_path)
         assert done.returncode == 0, done.stderr
         taken.append(int(done.stdout.split()[0]))
-    assert all(most < 8 * MIB + 2 * MIB for most in taken), [most / MIB for most in taken]
+    assert all(most < 8 * MIB + 1.5 * MIB for most in taken), [most / MIB for most in taken]
     assert taken[1] - taken[0] < 1 * MIB, [most / MIB for most in taken]
 
 
@@ -101,7 +101,7 @@ def test_masters_in_files_leave_the_mirror_in_memory(tmp_path: Any) -> None:
         assert done.returncode == 0, done.stderr
         for found, value in zip((taken, rest), done.stdout.split()):
             found.append(int(value))
-    assert all(most < 12 * MIB + 2 * MIB for most in taken), [most / MIB for most in taken]
+    assert all(most < 12 * MIB + 1.5 * MIB for most in taken), [most / MIB for most in taken]
     assert taken[1] - taken[0] < 1 * MIB, [most / MIB for most in taken]
     bytes_an_element = (rest[1] - rest[0]) / (28 * 512 * 512)  # with what the units themselves take
     assert 1.8 < bytes_an_element < 2.5, [held / MIB for held in rest]
