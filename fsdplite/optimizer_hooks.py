@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .errors import GradientError, ShardedAccessError, WrapError
-from .flat_param import owner_of
+from .errors import GradientError, ParameterUseError, ShardedAccessError, WrapError
+from .flat_param import FlatParameter, owner_of
 from .gradient import PendingGrad, ShardedGrad, pending_error
 from .local_slice import LocalSlice, as_local_slice, engine_access, info_of, read_grad
 from .parameter import RestingLeaf, ShardedParameter
@@ -126,14 +126,47 @@ def _flip(sharded: list[torch.Tensor]) -> None:
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if _stepping and _stepping[-1] is optimizer:
-        _mark_updated(_stepping.pop())
-        _restore()
+        _stepping.pop()
+        try:
+            _mark_updated(optimizer)
+        finally:
+            _restore()
 
 
 def _mark_updated(optimizer: Any) -> None:
     flats = {id(info.flat): info.flat for group in optimizer.param_groups for p in group["params"] if (info := info_of(p))}
+    unlike = []
     for flat in flats.values():
         flat.mark_updated()
+        unlike += _take_back(flat)
+    for flat, index, value in unlike:
+        slice_ = flat.masters.slices[index]
+        raise ParameterUseError(
+            "the optimizer set .data of a parameter to a tensor that is not like its slice; the shard keeps its values",
+            expected=f"shape {tuple(slice_.shape)}, {slice_.dtype}",
+            found=f"shape {tuple(value.shape)}, {value.dtype}",
+            **flat.where(index),
+            cure="update the parameter in place, element by element",
+        )
+
+
+def _take_back(flat: FlatParameter) -> list[tuple[FlatParameter, int, torch.Tensor]]:
+    """``p.data = value`` inside a step: the value moves into the shard, of which the parameter is a view again.
+
+    Returns:
+        Values that cannot, with the index of their parameter.
+    """
+    unlike = []
+    with engine_access(), torch.no_grad():
+        for index, (user, slice_) in enumerate(zip(flat.users, flat.masters.slices)):
+            if user.data_ptr() == slice_.data_ptr():
+                continue
+            value, user.data = user.data, slice_
+            if (value.shape, value.dtype) == (slice_.shape, slice_.dtype):
+                slice_.copy_(value)
+            else:
+                unlike.append((flat, index, value))
+    return unlike
 
 
 def abandon_step(optimizer: Any) -> None:

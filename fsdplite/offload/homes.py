@@ -18,7 +18,7 @@ from .pieces import Chunk, Piece, chunk_numel_within, cut, piece_numel_within
 from .stores import DiskStore, HostStore, Store
 from .stream import Part
 from .update import Entry, Probed, Updater
-from .values import in_place, is_same, own_copy
+from .values import in_place, is_same, own_copy, put
 
 __all__ = ["Home", "Place"]
 
@@ -270,15 +270,14 @@ class Home:
         """Keep what an update has made of a piece."""
         if self.writes_mirror:
             self.flat.resting.write_mirror(piece.start, entry.value)
-        if self.masters is None and entry.value.device != (master := self._master(piece)).device:
-            master.copy_(entry.value)
+        put(part(MASTERS, piece.place, piece.place_stop) if self.masters else self._master(piece), entry.value)
         self._absorb_state(piece, entry.state, part)
 
     def _absorb_state(self, piece: Piece, state: dict[str, Any], part: Place) -> None:
         left = _Kept(list(state), {})
         for key, value in state.items():
             if self._has_region(piece.index, key, value, piece.numel):
-                _put(part(key, piece.place, piece.place_stop), value)
+                put(part(key, piece.place, piece.place_stop), value)
             else:
                 left.beside[key] = value
         known = self._left.setdefault(piece.index, left)
@@ -320,7 +319,7 @@ class Home:
         """
         has_region = self._has_region(index, key, value, self._numel(index))
         if has_region:
-            _put(self.region(index, key), value)
+            put(self.region(index, key), value)
         kept = self._kept.setdefault(index, _Kept([], {}))
         kept.beside.pop(key, None)
         if not has_region:
@@ -400,9 +399,3 @@ class Home:
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.device.type == "cpu" else tensor.to("cpu")
-
-
-def _put(place: torch.Tensor, value: torch.Tensor) -> None:
-    value = value.detach().as_subclass(torch.Tensor)
-    if place.data_ptr() != value.data_ptr():
-        place.copy_(value)

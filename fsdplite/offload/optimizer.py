@@ -33,6 +33,7 @@ from .state_view import StateView, guarded
 from .stream import Part, StepReport
 from .together import together
 from .update import Entry, Updater
+from .values import put
 
 __all__ = ["OffloadedOptimizer", "offloaded"]
 
@@ -192,9 +193,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         raise ConfigError(
             "a parameter group holds a parameter that is not in the model",
             found=f"a tensor of shape {tuple(foreign.shape)}" if info is None else "one of another wrapped model",
-            unit=None if info is None else info.flat.unit_name,
-            parameter=None if info is None else info.name,
-            rank=self._groups.rank,
+            **({"rank": self._groups.rank} if info is None else info.where),
             cure="give fsdp.offloaded the module that holds all of them, or make an optimizer for each model",
         )
 
@@ -217,10 +216,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
         self._refuse_failed()
         began = time.perf_counter()
         self.last_step = StepReport() if (early := self.updates_in_backward) is None else early.take_report()
@@ -343,6 +340,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._updater.run([entry for _, entry in entries], self.param_groups)
             for parameter, entry in entries:
                 self._view.loose[parameter] = entry.state
+                with engine_access():
+                    put(parameter.detach(), entry.value)
 
     # ------------------------------------------------------------------ state in and out
 

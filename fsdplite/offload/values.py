@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["in_place", "is_same", "new_tensors_on_host", "own_copy"]
+__all__ = ["in_place", "is_same", "new_tensors_on_host", "own_copy", "put"]
 
 
 def own_copy(value: Any) -> Any:
@@ -59,6 +59,13 @@ def in_place(before: Any, after: Any) -> Any:
         return after
     with torch.no_grad():
         return before.copy_(after)
+
+
+def put(place: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a value to its place, unless it is there."""
+    value = value.detach().as_subclass(torch.Tensor)
+    if place.data_ptr() != value.data_ptr():
+        place.copy_(value)
 
 
 def new_tensors_on_host() -> contextlib.AbstractContextManager:
