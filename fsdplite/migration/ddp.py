@@ -43,7 +43,8 @@ DDP = Engine(
             "DataParallel",
             "fsdp.fsdp_wrap({module}, stage=0)",
             parameters="module device_ids output_device dim",
-            note="one process per GPU: start it with torchrun; device = fsdp.init_distributed()",
+            note="one process per GPU, each with its own part of the batch: start it with torchrun; "
+                 "device = fsdp.init_distributed()",
             reference=UNIT,
             handed_on="functools.partial(fsdp.fsdp_wrap, stage=0)",
             makes="DDP model",
