@@ -190,6 +190,7 @@ class UnitState:
         schedule = self.schedule
         if kind == FORWARD:
             self._follow_requires_grad()
+        self._expire_together()
         sends = any(flat.needs_gather for flat in self.flats)
         schedule.announce(kind if sends else RESIDENT, self)
         waiting = schedule.agreement.waiting(self, KINDS[kind])
@@ -213,6 +214,16 @@ class UnitState:
             "output = model(x)`. Only what units return may carry gradients then",
         )
 
+    def _expire_together(self) -> None:
+        """Of what rests full and trains all is gathered again, or nothing. A rank that has no element of a flat parameter
+        may have left it out of its optimizer, and does not know then that it has changed."""
+        if len(self.flats) > 1 and not self.stage.shards_parameters:
+            together = [flat for flat in self.flats if flat.trainable and flat.rests_full]
+            if any(flat.needs_gather for flat in together):
+                for flat in together:
+                    if not flat.is_arriving:
+                        flat.gathered_generation = -1
+
     def _follow_requires_grad(self) -> None:
         with engine_access():
             thawed = next((flat for flat in self.flats if flat.sync_requires_grad()), None)
@@ -228,6 +239,7 @@ class UnitState:
     def gather_ahead(self, kind: int) -> bool:
         """Start to gather because this unit is expected next. True if it was not there."""
         waiting = self.schedule.agreement.waiting(self, KINDS[kind])
+        self._expire_together()
         started = False
         for flat in self.flats:
             started |= flat.unshard(waiting)

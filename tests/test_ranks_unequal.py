@@ -147,6 +147,35 @@ def test_a_step_on_some_ranks_only() -> None:
     run(2, every_step)
 
 
+class Scaled(nn.Module):
+    """One unit of two dtypes; of the scalar only the first rank holds anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(64))
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, c: float) -> torch.Tensor:
+        return self.w.sum() * c / 64 + self.scale * c
+
+
+def flat_left_out(stage: int) -> None:
+    model = nn.Sequential(Scaled(), nn.Identity())
+    fsdp.fsdp_wrap(model, fsdp.by_class(Scaled), stage=stage)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.numel()], lr=0.5)
+    for step in range(4):
+        loss = model(2.0)
+        # Per step the scale falls by 1, and each of the 64 weights by 1/64.
+        assert loss.item() == (1 - step / 64) * 2 + (1 - step) * 2, (step, loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_flat_parameter_that_only_some_optimizers_hold() -> None:
+    run(2, for_each, range(4), flat_left_out)
+
+
 # ---------------------------------------------------------------------------- other parameters on other ranks
 
 
