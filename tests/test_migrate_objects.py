@@ -165,3 +165,31 @@ def test_what_is_prepared_is_the_model_wherever_it_stands() -> None:
         "",
         "fsdp.fsdp_wrap(Block(), policy)",
     ]
+
+
+def test_options_that_are_put_together() -> None:
+    source = """
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
+    base = {"sharding_strategy": ShardingStrategy.NO_SHARD, "device_id": 0}
+    FSDP(m, **{**base, "auto_wrap_policy": policy})
+    FSDP(m, **(base | dict(sync_module_states=False)))
+    FSDP(m, **{**base, **more()})
+    FSDP(m, fsdp_auto_wrap_policy=policy)
+    """
+    assert [write for _, _, write in found(source)][1:] == [
+        "fsdp.fsdp_wrap(m, policy, stage=0)", "fsdp.fsdp_wrap(m, stage=0, sync_params=False)",
+        "fsdp.fsdp_wrap(m, stage=0)", "fsdp.fsdp_wrap(m)",
+    ]  # fmt: skip
+    assert "**more() is made" in notes(source) and "fsdp_auto_wrap_policy: is not known" in notes(source)
+
+
+def test_states_that_are_saved_in_other_forms() -> None:
+    source = """
+    import torch
+    torch.save(dict(model=net.state_dict(), epoch=3), "a.pt")
+    torch.save(net.module.state_dict() if ddp else net.state_dict(), "b.pt")
+    """
+    assert [write for _, _, write in found(source)] == [
+        "fsdp.save_checkpoint(root, net, step=step, extra={'epoch': 3})", "state = fsdp.full_state_dict(net)"
+    ]  # fmt: skip

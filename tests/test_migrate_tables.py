@@ -62,6 +62,22 @@ def test_every_option_is_a_parameter_of_its_call() -> None:
         assert options <= parameters, f"{engine.name}: {rule.names}: {options - parameters}"
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_all_arguments_are_known_where_a_rule_says_so() -> None:
+    from torch.distributed import fsdp as torch_fsdp
+
+    theirs = {
+        "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
+        **{name: getattr(torch_fsdp, name) for name in ("FullyShardedDataParallel", "MixedPrecision", "fully_shard",
+                                                        "MixedPrecisionPolicy")},
+    }  # fmt: skip
+    complete = {rule.names: rule for _, rule in rules() if rule.knows_all}
+    assert complete.keys() == theirs.keys()
+    for name, rule in complete.items():
+        parameters = set(inspect.signature(theirs[name]).parameters)
+        assert not parameters - {*rule.parameters.split(), *rule.arguments}, name
+
+
 def test_what_is_to_be_written_is_python() -> None:
     for engine, rule in rules():
         assert rule.verdict in VERDICTS and (rule.write or rule.note), rule.names

@@ -91,16 +91,37 @@ def bind_arguments(
         if keyword.arg is not None:
             given[keyword.arg] = keyword.value
             continue
-        options = names.value(keyword.value)
-        if isinstance(keyword.value, ast.Name) and keyword.value.id in names.changed:
-            unread.append("**" + keyword.value.id)
-        if isinstance(options, ast.Dict) and all(isinstance(key, ast.Constant) for key in options.keys):
-            given |= {str(key.value): value for key, value in zip(options.keys, options.values)}
-        elif isinstance(options, ast.Call) and isinstance(options.func, ast.Name) and options.func.id == "dict":
-            given |= {inner.arg: inner.value for inner in options.keywords if inner.arg is not None}
-        else:
-            unread.append("**" + one_line(keyword.value))
+        found, missed = _options_of(keyword.value, names)
+        given |= found
+        unread += missed
     return given, tuple(unread)
+
+
+def _options_of(node: ast.expr, names: Names) -> tuple[dict[str, ast.expr], list[str]]:
+    """What a dictionary of options holds as far as it is written out, and the rest as text."""
+    unread = ["**" + node.id] if isinstance(node, ast.Name) and node.id in names.changed else []
+    behind = names.value(node)
+    given: dict[str, ast.expr] = {}
+    parts: list[ast.expr] = []
+    if isinstance(behind, ast.BinOp) and isinstance(behind.op, ast.BitOr):
+        parts = [behind.left, behind.right]
+    elif (options := config_settings.written_out(behind)) is not None:
+        for key, value in zip(options.keys, options.values):
+            if isinstance(key, ast.Constant):
+                given[str(key.value)] = value
+            elif key is None:
+                found, missed = _options_of(value, names)
+                given |= found
+                unread += missed
+            else:
+                unread.append(f"**{{{one_line(key)}: ...}}")
+    else:
+        unread.append("**" + one_line(node))
+    for part in parts:
+        found, missed = _options_of(part, names)
+        given |= found
+        unread += missed
+    return given, unread
 
 
 def one_line(node: ast.AST, longest: int = 10_000) -> str:
@@ -163,6 +184,10 @@ def _write(rule: Rule, use: Use) -> Written:
             return _owner_of(node)
         return use.text(node)
 
+    if rule.knows_all:
+        known = {*rule.parameters.split(), *rule.arguments, *(match["name"] for match in _PLACE.finditer(template))}
+        use.notes += [f"{name}: is not known to this tool, and nothing is written for it" for name in use.given
+                      if name not in known]  # fmt: skip
     text = _PLACE.sub(place, template).replace("(, ", "(").removeprefix(", ")
     if use.unread:
         unread = ", ".join(dict.fromkeys(use.unread))

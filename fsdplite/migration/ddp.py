@@ -31,11 +31,19 @@ DDP = Engine(
                     note="buffers start from rank 0's and are each rank's own afterwards", harmless=("None",)
                 ),
                 "mixed_precision": Argument(note='precision="bf16" of fsdp_wrap'),
+                "bucket_cap_mb_list": Argument(note="units take the place of buckets: a policy sets their size"),
+                "batched_grad_copy": Argument(note="nothing to do: gradients are copied as they come"),
+                "skip_all_reduce_unused_params": Argument(note="nothing to do: unused parameters work"),
+                "forward_sync_buffers": Argument(
+                    note="buffers start from rank 0's and are each rank's own afterwards", harmless=("None",)
+                ),
                 "delay_all_reduce_named_params": Argument(none="nothing is reduced by name"),
+                "param_to_hook_all_reduce": Argument(none="nothing is reduced by name"),
             },
             note="stages 1 to 3 with a policy save memory: fsdp.fsdp_wrap(model, fsdp.by_class(Block)); the module "
                  "stays the one it was, without .module",
             reference=UNIT,
+            knows_all=True,
             handed_on="functools.partial(fsdp.fsdp_wrap, stage=0)",
             makes="DDP model",
         ),

@@ -67,6 +67,7 @@ FSDP1 = Engine(
             },
             reference=UNIT,
             handed_on="fsdp.fsdp_wrap",
+            knows_all=True,
             makes="FSDP1 model",
         ),
         *(
@@ -79,6 +80,7 @@ FSDP1 = Engine(
             "MixedPrecision",
             "fsdp.Precision({options})",
             parameters="param_dtype reduce_dtype buffer_dtype keep_low_precision_grads cast_forward_inputs",
+            knows_all=True,
             arguments={
                 "param_dtype": Argument(to="param_dtype"),
                 "reduce_dtype": Argument(to="reduce_dtype", absent_note=REDUCE_NOTE),

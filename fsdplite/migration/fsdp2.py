@@ -28,6 +28,7 @@ FSDP2 = Engine(
             "fully_shard",
             "fsdp.fsdp_wrap({module}{options})",
             parameters="module",
+            knows_all=True,
             arguments={
                 "mesh": Argument(to="mesh"),
                 "reshard_after_forward": Argument(to="reshard_after_forward",
@@ -46,6 +47,7 @@ FSDP2 = Engine(
             "MixedPrecisionPolicy",
             "fsdp.Precision({options})",
             parameters="param_dtype reduce_dtype output_dtype cast_forward_inputs",
+            knows_all=True,
             arguments={
                 "param_dtype": Argument(to="param_dtype"),
                 "reduce_dtype": Argument(to="reduce_dtype", absent_note=REDUCE_NOTE),

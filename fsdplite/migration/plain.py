@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 
+from . import config_settings
 from .call import Written, key_of, one_line
 from .names import Names
 from .rule import CHANGE, DROP, NONE
@@ -139,8 +140,12 @@ class Plain:
                 return CHANGE, Written(f"state = fsdp.full_state_dict({owner})", (_SAVED_NOTE,))
             note = "each rank holds its part of the state, and it refuses to be pickled; it is saved with the model"
             return CHANGE, Written(f"fsdp.save_checkpoint(root, model, {owner}, step=step)", (note,))
-        if not isinstance(node, ast.Dict):
+        if isinstance(node, ast.IfExp):
+            return self._saved(node.body) or self._saved(node.orelse)
+        written = config_settings.written_out(node)
+        if written is None:
             return None
+        node = written
         found: dict[str, str] = {}
         others = []
         for key, value in zip(node.keys, node.values):

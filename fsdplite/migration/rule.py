@@ -73,6 +73,7 @@ class Rule:
         handed_on: What to write where a class is handed on, to be called somewhere else; empty: as ``reference``.
         of: Kind of the object that has this method or attribute; ``ANY`` for names that only this engine has.
         is_attribute: It is no method.
+        knows_all: ``parameters`` and ``arguments`` are all there are: any other argument is told of.
         by_receiver: For a method, patterns of the object's text and what to write in place of ``write``.
         makes: Kind of what a call returns, and of its first argument if that is changed in place.
     """
@@ -87,6 +88,7 @@ class Rule:
     handed_on: str = ""
     of: str = ""
     is_attribute: bool = False
+    knows_all: bool = False
     by_receiver: Mapping[str, str] = field(default_factory=dict)
     makes: str = ""
 
