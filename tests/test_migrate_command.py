@@ -34,7 +34,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_folders_are_walked_in_order(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells = [{"cell_type": "markdown", "source": "x = ("}, {"cell_type": "code", "source": [
         "%pip install x\n", "from torch.nn.parallel import DistributedDataParallel as D\n", "m = D(m)\n", "m?"]},
-        {"cell_type": "code", "source": "%%bash\nls (\n"}, {"cell_type": "code", "source": "x = 1\nm.module"}]  # fmt: skip
+        {"cell_type": "code", "source": "%%bash\nls (\n"},
+        {"cell_type": "code", "source": "x = 1\nm.module"}]  # fmt: skip
     (project / "notes.ipynb").write_text(json.dumps({"cells": cells}), encoding="utf-8")
     assert main(["migrate", "--json", ".", "b.py"]) == 0
     document = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""`fsdplite migrate`: names that are found while a script runs, classes that are handed on, what engines' objects had."""
+"""`fsdplite migrate`: names that come while a script runs, classes that are handed on, what engines' objects had."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def test_one_variable_may_hold_the_models_of_several_engines() -> None:
 
 
 def test_processes_that_torchrun_did_not_start() -> None:
-    assert "keep this line" in notes("import torch.distributed as d\nd.init_process_group('gloo', rank=r, world_size=2)")
+    given = "import torch.distributed as d\nd.init_process_group('gloo', rank=r, world_size=2)"
+    assert "keep this line" in notes(given)
     assert "keep this line" not in notes("import torch.distributed as d\nd.init_process_group('gloo')")
 
 
@@ -120,7 +121,8 @@ def test_what_engines_objects_had_besides() -> None:
     """
     assert [(line, write) for line, _, write in found(source)][1:] == [
         (6, "scheduler.get_last_lr()"), (6, ""), (7, "device = fsdp.init_distributed()"), (8, ""),
-        (9, "device = fsdp.init_distributed()"), (10, "fsdp.fsdp_wrap(model, policy)"), (11, "loss.backward()"), (12, ""),
+        (9, "device = fsdp.init_distributed()"), (10, "fsdp.fsdp_wrap(model, policy)"), (11, "loss.backward()"),
+        (12, ""),
     ]  # fmt: skip
     assert found(source)[-1][1] == "none" and "as many steps at once" in notes(
         "import accelerate\na = accelerate.Accelerator()\na.prepare(model)"

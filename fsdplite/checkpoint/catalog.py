@@ -150,7 +150,7 @@ def load_manifest(fs: FileSystem, path: str) -> Manifest:
 def published(fs: FileSystem, root: str) -> list[tuple[str, Manifest]]:
     """The published steps in a root, lowest first: their directories and manifests.
 
-    While this looks, a job may publish a step and remove older ones: a name that was there and is gone makes it look again.
+    While this looks, a job may publish a step and remove older ones: a name that is gone by then makes it look again.
     """
     for _ in range(_LOOKS):
         try:

@@ -28,13 +28,14 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "migrate",
         help="what a script uses of DDP, FSDP, DeepSpeed, ..., and what to write instead",
-        description="Read Python sources, notebooks and configurations of DeepSpeed and Accelerate, find what they use of torch's DDP, FSDP1, FSDP2 "
-        "and distributed checkpoints, DeepSpeed's ZeRO, Megatron-FSDP and Accelerate, and say for each use what to write "
-        "with fsdplite. Files are parsed, never imported, run or changed.",
+        description="Read Python sources, notebooks and configurations of DeepSpeed and Accelerate, find what they use "
+        "of torch's DDP, FSDP1, FSDP2 and distributed checkpoints, DeepSpeed's ZeRO, Megatron-FSDP, Accelerate and "
+        "Fabric, and say for each use what to write with fsdplite. Files are parsed, never imported, run or changed.",
         epilog="exit codes: 0 every use has a counterpart, 1 some have none or a file could not be read, 2 usage",
     )
     parser.add_argument("paths", nargs="+", metavar="PATH",
-                        help="a Python file, a notebook, a folder of them, or a configuration of DeepSpeed or Accelerate (JSON, YAML)")  # fmt: skip
+                        help="a Python file, a notebook, a folder of them, or a configuration of DeepSpeed or Accelerate "
+                             "(JSON; YAML with PyYAML)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_run)
 

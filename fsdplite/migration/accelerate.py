@@ -88,7 +88,8 @@ ACCELERATE = Engine(
         ),
         Rule("prepare", "{args!models}", of=_KIND, parameters="*args",
              note="the model only: the optimizer stays plain, and the loader takes a DistributedSampler; Accelerate's "
-                  "scheduler goes as many steps at once as there are ranks (unless split_batches=True), a plain one one"),
+                  "scheduler goes as many steps at once as there are ranks (unless split_batches=True), a plain one "
+                  "one"),
         Rule("prepare_model", "fsdp.fsdp_wrap({model}, policy)", of=_KIND, parameters="model"),
         Rule("prepare_optimizer prepare_scheduler prepare_data_loader", verdict=DROP, of=_KIND,
              note="they stay plain; the loader takes a DistributedSampler, and batches go to the device by hand"),
@@ -132,8 +133,8 @@ ACCELERATE = Engine(
              note="torch.distributed.get_rank() and get_world_size()"),
         Rule("device", "device", of=_KIND, is_attribute=True, note="what fsdp.init_distributed() returned"),
         Rule("autocast", verdict=DROP, of=_KIND, note='precision="bf16" in fsdp_wrap'),
-        Rule("DistributedDataParallelKwargs utils.DistributedDataParallelKwargs GradScalerKwargs utils.GradScalerKwargs "
-             "AutocastKwargs utils.AutocastKwargs GradientAccumulationPlugin utils.GradientAccumulationPlugin "
+        Rule("DistributedDataParallelKwargs utils.DistributedDataParallelKwargs GradScalerKwargs "
+             "utils.GradScalerKwargs AutocastKwargs utils.AutocastKwargs GradientAccumulationPlugin utils.GradientAccumulationPlugin "
              "DataLoaderConfiguration utils.DataLoaderConfiguration", verdict=DROP,
              note="options are arguments of fsdp_wrap and fsdp.LossScaler"),
         Rule("InitProcessGroupKwargs utils.InitProcessGroupKwargs", "device = fsdp.init_distributed({options})",

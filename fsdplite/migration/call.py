@@ -150,7 +150,8 @@ def write(rule: Rule, use: Use) -> Written:
 
 def _write(rule: Rule, use: Use) -> Written:
     options = _options(rule.arguments, use) if rule.arguments else ""
-    template = next((text for pattern, text in rule.by_receiver.items() if re.search(pattern, use.receiver)), rule.write)
+    by_receiver = (text for pattern, text in rule.by_receiver.items() if re.search(pattern, use.receiver))
+    template = next(by_receiver, rule.write)
     for name, argument in rule.arguments.items():
         if argument.templates and name in use.given:
             template = argument.templates.get(key_of(use.resolve(use.given[name])), template)

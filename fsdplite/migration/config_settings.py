@@ -317,7 +317,8 @@ def _finding(
         return None
     known_as = str(given)
     if path == "optimizer.type":  # DeepSpeed takes its own in any case of letters
-        known_as = next((name for name in (*setting.values, *setting.none) if name.lower() == known_as.lower()), known_as)
+        known = {name.lower(): name for name in (*setting.values, *setting.none)}
+        known_as = known.get(known_as.lower(), known_as)
     if known_as in setting.none:
         return finding(NONE, "", setting.none[known_as])
     if given == "auto" and setting.verdict != DROP:

@@ -60,8 +60,8 @@ DEEPSPEED = Engine(
              note="count steps yourself; fsdp.save_checkpoint takes the step, and extra= other counters"),
         Rule("cur_scale loss_scale", "scaler.get_scale()", of=_KIND, is_attribute=True, note="of fsdp.LossScaler"),
         Rule("zero_optimization_stage zero_optimization zero_optimization_partition_weights "
-             "zero_optimization_partition_gradients bfloat16_enabled fp16_enabled zero_gather_16bit_weights_on_model_save "
-             "gradient_clipping zero_offload_optimizer zero_offload_param", verdict=DROP, of=_KIND,
+             "zero_optimization_partition_gradients bfloat16_enabled fp16_enabled "
+             "zero_gather_16bit_weights_on_model_save gradient_clipping zero_offload_optimizer zero_offload_param", verdict=DROP, of=_KIND,
              note="it is what fsdp_wrap was told"),
         Rule("_zero3_consolidated_16bit_state_dict _consolidated_16bit_state_dict",
              "state = fsdp.full_state_dict({self}, dtype=torch.bfloat16)", of=_KIND,
@@ -123,7 +123,8 @@ DEEPSPEED = Engine(
                     for name in ("adamw_mode", "adam_w_mode")},
                  "bias_correction": Argument(none="torch.optim corrects it always", harmless=("True",)),
              },
-             note="its weight_decay is 0 unless given; fused=True is torch's fastest; state in host memory: offload=fsdp.Offload(optimizer=\"cpu\") and "
+             note="its weight_decay is 0 unless given; fused=True is torch's fastest; state in host memory: "
+                  "offload=fsdp.Offload(optimizer=\"cpu\") and "
                   "fsdp.offloaded(torch.optim.AdamW, model)", reference="torch.optim.AdamW"),
         Rule("ops.lamb.FusedLamb", verdict=NONE, note="it reads whole tensors: use an element-wise optimizer"),
         Rule("checkpointing.checkpoint checkpointing.configure "

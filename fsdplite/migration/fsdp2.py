@@ -96,8 +96,8 @@ DTENSOR = Engine(
     (
         Rule("full_tensor", "fsdp.full_params(module)", of=ANY,
              by_receiver={r"\.grad$": "fsdp.full_grad(model, name)", "norm": "{self}"},
-             note="a context: inside it parameters are whole, in the dtype of the computation (with writeback=True the fp32 "
-                  "masters); a whole model in host memory: "
+             note="a context: inside it parameters are whole, in the dtype of the computation (with writeback=True the "
+                  "fp32 masters); a whole model in host memory: "
                   "fsdp.full_state_dict(model); a gradient: fsdp.full_grad(model, name); the norm that clipping "
                   "returns is plain"),
         Rule("to_local", "{self}.detach()", of=ANY,

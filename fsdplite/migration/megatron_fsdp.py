@@ -51,7 +51,8 @@ MEGATRON_FSDP = Engine(
         ),
         Rule("fully_shard_optimizer", verdict=DROP, note="the optimizer stays a plain one"),
         Rule("MegatronFSDP FullyShardedDataParallel mcore_fsdp_adapter.FullyShardedDataParallel",
-             "fsdp.fsdp_wrap({module})", parameters="config ddp_config module", reference=UNIT, handed_on="fsdp.fsdp_wrap",
+             "fsdp.fsdp_wrap({module})", parameters="config ddp_config module", reference=UNIT,
+             handed_on="fsdp.fsdp_wrap",
              makes="Megatron-FSDP model"),
         Rule(
             "MixedPrecisionPolicy",

@@ -11,7 +11,8 @@ __all__ = ["Names"]
 _USUAL = {  # what these names are when a file takes them from another of its project: from common import *
     "torch": "torch", "dist": "torch.distributed", "nn": "torch.nn", "FSDP":
     "torch.distributed.fsdp.FullyShardedDataParallel", "DDP": "torch.nn.parallel.DistributedDataParallel",
-    "fully_shard": "torch.distributed.fsdp.fully_shard", "deepspeed": "deepspeed", "dcp": "torch.distributed.checkpoint",
+    "fully_shard": "torch.distributed.fsdp.fully_shard", "deepspeed": "deepspeed",
+    "dcp": "torch.distributed.checkpoint",
 }  # fmt: skip
 
 

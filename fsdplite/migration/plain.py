@@ -38,7 +38,7 @@ _COLLECTIVES = {
     "broadcast": "fsdp.fsdp_wrap starts every rank from rank 0's weights; on a wrapped model it would mix slices",
     "all_reduce": "gradients are averaged in backward; on a wrapped model it would mix slices of different elements",
     "reduce": "gradients are averaged in backward; on a wrapped model it would mix slices of different elements",
-    "all_gather": "a parameter is this rank's slice: fsdp.full_params(module) and fsdp.full_grad(model, name) are whole",
+    "all_gather": "a parameter is this rank's slice: fsdp.full_params(module), fsdp.full_grad(model, name) are whole",
 }
 _SAVES = ("torch.save", "safetensors.torch.save_file", "safetensors.torch.save_model")
 _PARAMETERS = ("parameters", "named_parameters")

@@ -63,8 +63,8 @@ class Rule:
             (``@other`` is another argument), ``{name!*}`` its elements, ``{name!policy}`` a policy made of a predicate,
             ``{name!union}`` of policies, ``{name!count}`` how many there are, ``{name!owner}`` the model whose
             parameters it holds, ``{name!settings}`` what a DeepSpeed configuration asks for,
-            ``{args!models}`` a wrap of each model among all arguments by position (``parameters`` is ``*args``), ``{self}`` the object
-            whose method is called, ``{options}`` what ``arguments`` make of the others.
+            ``{args!models}`` a wrap of each model among all arguments by position (``parameters`` is ``*args``),
+            ``{self}`` the object whose method is called, ``{options}`` what ``arguments`` make of the others.
         verdict: One of ``VERDICTS``.
         note: What to know about it.
         parameters: Names of the parameters that may be given by position, separated by spaces.
