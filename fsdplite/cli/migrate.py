@@ -34,8 +34,8 @@ def add_parser(commands: Any) -> None:
         epilog="exit codes: 0 every use has a counterpart, 1 some have none or a file could not be read, 2 usage",
     )
     parser.add_argument("paths", nargs="+", metavar="PATH",
-                        help="a Python file, a notebook, a folder of them, or a configuration of DeepSpeed or Accelerate "
-                             "(JSON; YAML with PyYAML)")  # fmt: skip
+                        help="a Python file, a notebook, a folder of them, or a configuration of DeepSpeed or "
+                             "Accelerate (JSON; YAML with PyYAML)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_run)
 

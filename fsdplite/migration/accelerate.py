@@ -134,8 +134,8 @@ ACCELERATE = Engine(
         Rule("device", "device", of=_KIND, is_attribute=True, note="what fsdp.init_distributed() returned"),
         Rule("autocast", verdict=DROP, of=_KIND, note='precision="bf16" in fsdp_wrap'),
         Rule("DistributedDataParallelKwargs utils.DistributedDataParallelKwargs GradScalerKwargs "
-             "utils.GradScalerKwargs AutocastKwargs utils.AutocastKwargs GradientAccumulationPlugin utils.GradientAccumulationPlugin "
-             "DataLoaderConfiguration utils.DataLoaderConfiguration", verdict=DROP,
+             "utils.GradScalerKwargs AutocastKwargs utils.AutocastKwargs GradientAccumulationPlugin "
+             "utils.GradientAccumulationPlugin DataLoaderConfiguration utils.DataLoaderConfiguration", verdict=DROP,
              note="options are arguments of fsdp_wrap and fsdp.LossScaler"),
         Rule("InitProcessGroupKwargs utils.InitProcessGroupKwargs", "device = fsdp.init_distributed({options})",
              arguments={"backend": Argument(to="1"), "timeout": Argument(to="timeout")}),

@@ -61,8 +61,8 @@ DEEPSPEED = Engine(
         Rule("cur_scale loss_scale", "scaler.get_scale()", of=_KIND, is_attribute=True, note="of fsdp.LossScaler"),
         Rule("zero_optimization_stage zero_optimization zero_optimization_partition_weights "
              "zero_optimization_partition_gradients bfloat16_enabled fp16_enabled "
-             "zero_gather_16bit_weights_on_model_save gradient_clipping zero_offload_optimizer zero_offload_param", verdict=DROP, of=_KIND,
-             note="it is what fsdp_wrap was told"),
+             "zero_gather_16bit_weights_on_model_save gradient_clipping zero_offload_optimizer zero_offload_param",
+             verdict=DROP, of=_KIND, note="it is what fsdp_wrap was told"),
         Rule("_zero3_consolidated_16bit_state_dict _consolidated_16bit_state_dict",
              "state = fsdp.full_state_dict({self}, dtype=torch.bfloat16)", of=_KIND,
              note="on every rank; rank 0 has it"),

@@ -43,8 +43,9 @@ FSDP1 = Engine(
             arguments={
                 "auto_wrap_policy": Argument(to="1"),
                 "sharding_strategy": _STRATEGY,
-                "process_group": Argument(to="mesh", note="a group is a mesh too; in place of a pair of groups a 2-D mesh "
-                                                          "is given"),
+                "process_group": Argument(
+                    to="mesh", note="a group is a mesh too; in place of a pair of groups a 2-D mesh is given"
+                ),
                 "device_mesh": Argument(to="mesh"),
                 "mixed_precision": Argument(to="precision"),
                 "backward_prefetch": Argument(

@@ -16,7 +16,7 @@ def parse(text: str) -> ast.expr:
     """The document of a text.
 
     Raises:
-        ValueError: It is not YAML, holds several documents, or PyYAML is not installed; with ``lineno`` where it is known.
+        ValueError: It is not YAML, holds several documents, or PyYAML is not installed; ``lineno`` says where.
     """
     try:
         import yaml
