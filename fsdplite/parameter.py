@@ -254,11 +254,14 @@ def _update(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
         for operand in (*args[1:], *(v for v in kwargs.values() if v is not target)):
             if isinstance(operand, torch.Tensor) and not matches(operand, target):
                 raise refusal(next(_sharded_in((args, kwargs))), name)
-    for tensor in targets:
-        if isinstance(tensor, ShardedParameter):
-            flat = tensor.__dict__["_fsdp_info"].flat
+    written = {id(tensor) for tensor in targets}
+    for tensor in _sharded_in((args, kwargs)):
+        flat = tensor.__dict__["_fsdp_info"].flat
+        if id(tensor) in written:
             flat.resting.wait()
             flat.masters.check()
+        else:
+            flat.check_values()
     result = func(*args, **kwargs)
     for tensor in targets:
         if isinstance(tensor, ShardedParameter):

@@ -321,6 +321,35 @@ def test_a_forked_process(tmp_path: Any) -> None:
     run(1, forked_body, str(tmp_path))
 
 
+def averages_body(folder: str, harm: str) -> None:
+    """A parameter that another tensor is updated with is read, too: an error where its file is cut, never a signal."""
+    model, optimizer = made(folder)
+    train(model, optimizer, range(2))
+    weight = model.layers[0].up.weight
+    average = torch.zeros(weight.shape)
+    if harm == "cut":
+        for name in files(folder):
+            os.truncate(os.path.join(folder, name), BLOCK_BYTES)
+        needles = ("holds less than was written",)
+    else:
+        with fails("read", 1):
+            optimizer.close()
+        needles = ("lost with the file",)
+    with torch.no_grad():
+        for use in (
+            lambda: average.mul_(0.9).add_(weight, alpha=0.1),
+            lambda: average.lerp_(weight, 0.1),
+            lambda: torch._foreach_add_([average], [weight]),
+        ):
+            expect_loud(use, *needles)
+    assert not average.any()
+
+
+@pytest.mark.parametrize("harm", ["cut", "unreadable"])
+def test_averages_of_what_is_lost(tmp_path: Any, harm: str) -> None:
+    run(1, averages_body, str(tmp_path), harm)
+
+
 # ------------------------------------------------------------------ addresses and descriptors
 
 
