@@ -192,7 +192,8 @@ class Agreement:
                 names = lacking[index]
                 unit = self._schedule().units[int(index)].name
                 raise RankMismatchError(
-                    f"ranks use different parameters of unit {unit_label(unit)}, which has units inside it",
+                    f"ranks use different parameters of unit {unit_label(unit)}, which has units inside it or is called by "
+                    "several calls of the model",
                     expected="each parameter of the unit used on all ranks, or on none",
                     found=f"rank {rank} has no gradient of {', '.join(names)}; {found}",
                     unit=unit,
