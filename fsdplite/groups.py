@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from .errors import CollectiveError, ConfigError
 from .keywords import known_keywords
+from .liveness import register
 from .stage import Stage
 
 __all__ = ["Groups", "init_distributed", "next_number", "resolve_groups"]
@@ -207,6 +208,7 @@ def _control_group(ranks: tuple[int, ...], timeout: timedelta) -> Any:
         everyone = len(ranks) == dist.get_world_size()
         store = dist.distributed_c10d._get_default_store()
         scope = "-".join(map(str, ranks)) if len(ranks) <= 8 else f"{min(ranks)}x{len(ranks)}"
+        register(store, dist.get_rank())
         store.set(f"fsdplite/joins/{scope}/{dist.get_rank()}", "")
         try:
             return dist.new_group(

@@ -18,8 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import CheckpointError, FSDPError
+from ..liveness import has_rank_ended, register
 from .failure import SharedFailure, failure_of, from_os_error, record_of
-from .liveness import has_ended, identity
 from .world import World
 
 __all__ = ["Agreement"]
@@ -30,7 +30,6 @@ _DEAD_S = 30.0
 _FAREWELL_S = 2.0
 _POLL_S = 0.02
 _COMMIT = b"commit"
-_PROCESSES = "fsdplite/checkpoint/process"  # of each rank, from its first save or load on
 
 
 _stores: dict[int, tuple[Any, Any]] = {}
@@ -47,7 +46,7 @@ def _own_connection() -> tuple[int, Any]:
             ours = store  # this kind of store has no connections
         _stores[id(store)] = (store, ours)
         with contextlib.suppress(RuntimeError):  # it is gone: the first note says so
-            dist.PrefixStore(_PROCESSES, ours).set(str(dist.get_rank()), identity())
+            register(ours, dist.get_rank())
     return id(store), _stores[id(store)][1]
 
 
@@ -81,7 +80,7 @@ class Agreement:
             if world.size > 8:
                 scope = hashlib.blake2b(scope.encode(), digest_size=8).hexdigest()
             self._store = dist.PrefixStore(f"fsdplite/checkpoint/{scope}/{number}", store)
-            self._processes = dist.PrefixStore(_PROCESSES, store)
+            self._default_store = store
 
     # ------------------------------------------------------------------ the context
 
@@ -226,8 +225,7 @@ class Agreement:
                 self._lose(index, f"has made no progress for {patience_s:g} s")
 
     def _has_ended(self, index: int) -> bool:
-        process = str(self.world.ranks[index])
-        return self._processes.check([process]) and has_ended(self._processes.get(process).decode())
+        return has_rank_ended(self._default_store, self.world.ranks[index])
 
     def _lose(self, index: int, what: str) -> None:
         self._gone.add(index)

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import Any
 
-__all__ = ["has_ended", "identity"]
+__all__ = ["has_ended", "has_rank_ended", "identity", "register"]
+
+_KEY = "fsdplite/process/{}"  # of a rank of the default group
+
+
+def register(store: Any, rank: int) -> None:
+    """Say in a store, before anything that others may wait for, which process a rank is."""
+    store.set(_KEY.format(rank), identity())
+
+
+def has_rank_ended(store: Any, rank: int) -> bool:
+    """Whether the process that a rank registered is gone. False for one that has not registered."""
+    return store.check([_KEY.format(rank)]) and has_ended(store.get(_KEY.format(rank)).decode())
 
 
 def identity() -> str:
