@@ -9,6 +9,7 @@ groups as they were before the step, all must leave the same in them, and at the
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError, ShardedAccessError
+from ..keywords import refuse_unknown
 from ..optimizer_hooks import WHOLE_TENSOR_OPTIMIZERS, exempt, refuse_sparse_updates
 from .values import in_place, is_same, new_tensors_on_host, own_copy
 
@@ -83,6 +85,9 @@ class Updater:
                 cure="use an element-wise optimizer (SGD, Adam, AdamW, RMSprop, ...)",
             )
         refuse_sparse_updates(optimizer_class)
+        parameters = list(inspect.signature(optimizer_class).parameters.values())[1:]  # after the tensors
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+            refuse_unknown(optimizer_class.__name__, settings, [parameter.name for parameter in parameters])
         self._class = optimizer_class
         self._settings = settings
         self._inner = self._make([{"params": [torch.zeros(1, device="cpu")]}])

@@ -381,7 +381,7 @@ def refused_body(folder: str) -> None:
     expect_loud(lambda: fsdp.offloaded(torch.optim.AdamW, model.parameters()), "a model")
     expect_loud(lambda: fsdp.offloaded(torch.optim.AdamW, Net()), "Offload(optimizer=")
     expect_loud(lambda: fsdp.offloaded(torch.optim.AdamW, build(Net)), "Offload(optimizer=")
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"AdamW has no such option[^?]*did you mean 'lr'"):
         fsdp.offloaded(torch.optim.AdamW, model, lrr=0.1)
     optimizer = fsdp.offloaded(torch.optim.SGD, model, lr=0.1)
     import copy
