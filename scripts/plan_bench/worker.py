@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 import warnings
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 import fsdplite as fsdp
 
-from .cases import MODELS, WRAPPINGS, Model
+from .cases import MODELS, WRAPPINGS, Block, Model
 from .links import as_topology, measure_links
 
 WARM_UP = 3
@@ -32,12 +33,39 @@ def timed(call: Callable[[], Any]) -> float:
     return seconds.item()
 
 
-def measure(model: Model, wrappings: list[str], rounds: int) -> dict[str, list[float]]:
-    """Seconds by contender and round; all of them run once a round."""
+class Meetings:
+    """All ranks wait for each other after every block of a model, in forward and in backward, as they do for units.
+
+    For machines with fewer cores than ranks, where a rank has to get its core back each time. With a core for each rank
+    there is nothing to get back, and a model without meetings is the plainer measurement.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.count = 0
+        self._message = torch.zeros(1024, dtype=torch.uint8)
+        if dist.get_world_size() <= len(os.sched_getaffinity(0)):
+            return
+        for module in model.modules():
+            if isinstance(module, Block):
+                module.register_forward_hook(self._meet)
+                module.register_full_backward_hook(self._meet)
+
+    def _meet(self, *_: Any) -> None:
+        self.count += 1
+        dist.all_reduce(self._message, op=dist.ReduceOp.MAX)
+
+
+def measure(model: Model, wrappings: list[str], rounds: int, control_s: float) -> dict[str, list[float]]:
+    """Seconds by contender and round; all of them run once a round.
+
+    Args:
+        control_s: Of a small message alone: what is taken off the plain model's time for each meeting.
+    """
     batch = model.batch()
     steps: dict[str, Callable[[], None]] = {}
     torch.manual_seed(0)
     plain = model.build()
+    meetings = Meetings(plain)
     plain_optimizer = torch.optim.AdamW(plain.parameters())
     for name in wrappings:
         torch.manual_seed(0)
@@ -45,7 +73,9 @@ def measure(model: Model, wrappings: list[str], rounds: int) -> dict[str, list[f
         steps[name] = step_of(wrapped, torch.optim.AdamW(wrapped.parameters()), batch)
     found: dict[str, list[float]] = {name: [] for name in ("plain", "update", *steps)}
     for number in range(WARM_UP + rounds):
-        times = {"plain": timed(lambda: plain(batch).backward()), "update": timed(plain_optimizer.step)}
+        meetings.count = 0
+        times = {"plain": timed(lambda: plain(batch).backward()) - meetings.count * control_s}
+        times["update"] = timed(plain_optimizer.step)
         plain_optimizer.zero_grad()
         times |= {name: timed(step) for name, step in steps.items()}
         if number >= WARM_UP:
@@ -85,7 +115,8 @@ def main() -> None:
     address = f"file://{args.rendezvous}"
     dist.init_process_group("gloo", init_method=address, rank=args.rank, world_size=args.world_size)
     links = [measure_links()]
-    measured = {name: measure(MODELS[name], list(WRAPPINGS), args.rounds) for name in args.model}
+    control_s = links[0]["control"][0]
+    measured = {name: measure(MODELS[name], list(WRAPPINGS), args.rounds, control_s) for name in args.model}
     links.append(measure_links())
     if args.rank == 0:
         halves = [[statistics.median(pair) for pair in zip(*(half[kind] for half in links))] for kind in links[0]]
