@@ -180,6 +180,9 @@ def _build(factory: Callable[[], Any], seed: int, device: torch.device) -> _Subj
             "the factory's result cannot be used",
             expected="a module, (module, make_batch) or (module, make_batch, loss_of)",
             found=", ".join(type(part).__name__ for part in (model, *rest)),
+            cure="make_batch is a function that returns one rank's batch: lambda step, rank, world_size: batch"
+            if rest and not callable(rest[0])
+            else None,
         )
     make_batch = rest[0] if rest else _guessed_batches(model)
     return _Subject(model.to(device), make_batch, rest[1] if len(rest) == 2 else _default_loss)

@@ -56,6 +56,7 @@ def raises_on_rank_1():
 
 
 NUMBER = 3
+BUILT = good()
 """
 
 
@@ -134,8 +135,9 @@ def test_what_another_rank_says_is_shown() -> None:
         (["parity_models.py"], "package.module:name"),
         (["nowhere.py:good"], "no file 'nowhere.py'"),
         (["nowhere.models:good"], "no module 'nowhere.models'"),
-        (["parity_models:god"], "has no 'god'; it has Block, Broken, broken, good"),
+        (["parity_models:god"], "has no 'god'; it has BUILT, Block, Broken, broken, good"),
         (["parity_models:NUMBER"], "cannot be called"),
+        (["parity_models:BUILT"], "a function without arguments"),
         (["parity_models:good", "--policy", "by_size:many"], "by_size:NUMBER"),
         (["parity_models:good", "--policy", "by_class:Blok"], 'by_class("Block")'),
         (["parity_models:good", "--optimizer", "Adamm"], "AdamW"),

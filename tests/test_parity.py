@@ -152,7 +152,7 @@ def unseeded() -> nn.Module:
     "make, needle",
     [
         (lambda: 3, "found: int"),
-        (lambda: (nn.Linear(3, 2), torch.ones(3)), "make_batch"),
+        (lambda: (nn.Linear(3, 2), torch.ones(3)), "lambda step, rank, world_size: batch"),
         (lambda: nn.LayerNorm(3), "make_batch"),
         (unseeded, "same seed"),
     ],

@@ -97,6 +97,7 @@ def _compare(args: argparse.Namespace) -> int:
     import warnings
 
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # nothing here needs it
+    import torch
     import torch.distributed as dist
 
     from ..errors import ConfigError, FSDPError
@@ -104,6 +105,11 @@ def _compare(args: argparse.Namespace) -> int:
     from ..parity import check_parity
 
     factory = load_target(args.target)
+    if isinstance(factory, torch.nn.Module):
+        raise UsageError(
+            f"'{args.target}' is a module that is built already, and parity trains two from one seed\n"
+            "  cure: name a function without arguments that builds it"
+        )
     if not callable(factory):
         raise UsageError(f"'{args.target}' is a {type(factory).__name__}, and cannot be called")
     make_optimizer = _optimizer(args.optimizer, args.lr)

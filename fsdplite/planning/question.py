@@ -277,6 +277,9 @@ def _mesh(world_size: Any, mesh: Any) -> tuple[int, int]:
     return 1, world_size
 
 
+_BATCH = "make_batch is a function that returns one rank's batch: lambda step, rank, world_size: batch"
+
+
 def _build(model: Any, world_size: int) -> tuple[nn.Module, tuple[tuple, dict] | None, Any]:
     """A module, and what else its factory brings: a batch and a loss."""
     if isinstance(model, nn.Module):
@@ -305,9 +308,12 @@ def _build(model: Any, world_size: int) -> tuple[nn.Module, tuple[tuple, dict] |
             "what builds the model returned something else",
             expected="a module, (module, make_batch) or (module, make_batch, loss_of)",
             found=found if module is made else f"({found})",
+            cure=_BATCH if rest and not callable(rest[0]) else None,
         )
     if rest and not _takes(rest[0], 3):
-        raise ConfigError("make_batch cannot be called", expected="make_batch(step, rank, world_size)", found=repr(rest[0]))
+        raise ConfigError("make_batch cannot be called",
+                          expected="make_batch(step, rank, world_size)", found=repr(rest[0]),
+                          cure=_BATCH)  # fmt: skip
     batch = arguments(rest[0](0, 0, world_size)) if rest else None
     return module, batch, rest[1] if len(rest) > 1 else None
 

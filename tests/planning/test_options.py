@@ -196,6 +196,7 @@ def test_wrong_options_are_named() -> None:
         (ConfigError, "needs arguments", lambda: fsdp.plan(nn.Linear, world_size=2)),
         (ConfigError, r"found: \(Sequential, int\)", lambda: fsdp.plan(lambda: (model, 5), world_size=2)),
         (ConfigError, "make_batch", lambda: fsdp.plan(lambda: (model, lambda step: None), world_size=2)),
+        (ConfigError, "lambda step, rank, world_size: batch", lambda: fsdp.plan(lambda: (model, 5), world_size=2)),
         (ConfigError, "compare takes", lambda: plan.compare(None)),
         (ConfigError, "compare takes", lambda: plan.compare(model, 5)),
         (ConfigError, "warm_up", lambda: plan.compare(model, print, warm_up=-1)),
