@@ -47,27 +47,43 @@ def test_the_example_of_the_readme_runs(names: dict, tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "my_project", project)
     monkeypatch.chdir(tmp_path)
     ((_, code),) = code_blocks("README.md")
+    twice(code, {}, "runs/a")
+
+
+def test_the_whole_script_of_the_guide_resumes(names: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ((_, code),) = (block for block in code_blocks("docs/training.md") if block[0] == WHOLE)
+    first, second = twice(code, names, "runs/b")
+    for one, other in zip(first["ema"].parameters(), second["ema"].parameters()):
+        assert torch.equal(one.detach(), other.detach())
+    assert first["scheduler"].state_dict() == second["scheduler"].state_dict()
+
+
+def twice(code: str, names: dict, root: str) -> tuple[dict, dict]:
+    """A script that saves each 1000 steps, run for three with a save after the second, and run again, which resumes."""
     assert "step % 1000" in code
-    program = compile(code.replace("step % 1000", "step % 2"), "README.md", "exec")
+    program = compile(code.replace("step % 1000", "step % 2"), root, "exec")
     torch.manual_seed(1)
-    exec(program, first := {})
+    exec(program, first := dict(names))
     deadline = time.monotonic() + 30
-    while fsdp.latest_step("runs/a") is None and time.monotonic() < deadline:
+    while fsdp.latest_step(root) is None and time.monotonic() < deadline:
         time.sleep(0.01)  # the save was in the background
     first_state = fsdp.full_state_dict(first["model"])
     torch.manual_seed(2)  # other weights, which the checkpoint replaces
-    exec(program, second := {})
+    exec(program, second := dict(names))
     assert first["start"] == 0 and second["start"] == 2 and second["step"] == 3
     for name, value in fsdp.full_state_dict(second["model"]).items():
         torch.testing.assert_close(value, first_state[name], rtol=0, atol=0, msg=name)
+    return first, second
 
 
 # Blocks that need a model that is wrapped already, and those that need many GPUs.
 ON_WRAPPED = {"The loop", "Accumulation", "fp16 and the loss scaler", "Parameters in full"}
 NOT_HERE = {"Hybrid sharding"}
+WHOLE = "A whole script"  # has a test of its own
 
 
-@pytest.mark.parametrize("heading, code", code_blocks("docs/training.md"))
+@pytest.mark.parametrize("heading, code", [b for b in code_blocks("docs/training.md") if b[0] != WHOLE])
 def test_the_snippets_of_the_guide_run(names: dict, heading: str, code: str) -> None:
     if heading in NOT_HERE:
         compile(code, heading, "exec")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..local_slice import engine_access
+from ..local_slice import LocalSlice, engine_access
 from .manifest import MARKS
 from .safetensors_file import build_header, lay_out, parse_header
 from .tensor_bytes import bytes_of, dtype_name, flat_view, host_empty, odd_kind, torch_dtype
@@ -61,6 +61,12 @@ def encode_value(value: Any, where: str, tensors: dict[str, torch.Tensor], depth
 
 
 def _check_tensor(tensor: torch.Tensor, where: str) -> None:
+    if isinstance(tensor, LocalSlice):
+        raise CheckpointError(
+            f"{where} is one rank's slice, and would be stored as if it were whole",
+            found=f"a slice of '{tensor._fsdp_info.name}'",
+            cure='save the module it belongs to: save_checkpoint(root, nn.ModuleDict({"model": model, "ema": ema}), ...)',
+        )
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise _refused(type(tensor).__name__, where)
     if kind := "a meta tensor" if tensor.is_meta else odd_kind(tensor):

@@ -227,6 +227,14 @@ def test_what_is_nested_as_deep_as_a_save_takes_it_can_be_loaded(tmp_path, argum
     assert fsdp.latest_step(tmp_path) == 1
 
 
+def test_a_slice_of_a_model_is_no_value(tmp_path):
+    average = fsdp.fsdp_wrap(nn.Linear(3, 2))
+    for argument in ("extra", "per_rank"):
+        with pytest.raises(fsdp.CheckpointError, match="(?s)one rank's slice.*ModuleDict"):
+            fsdp.save_checkpoint(tmp_path, nn.Linear(1, 1), step=1, **{argument: {"ema": average.state_dict()}})
+    assert fsdp.latest_step(tmp_path) is None
+
+
 def test_subclasses_come_back_as_what_they_are_made_of(tmp_path):
     class Level(enum.IntEnum):
         HIGH = 3
