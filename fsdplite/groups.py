@@ -19,7 +19,7 @@ from .keywords import known_keywords
 from .liveness import register
 from .stage import Stage
 
-__all__ = ["Groups", "init_distributed", "next_number", "resolve_groups"]
+__all__ = ["Groups", "forgotten_group", "init_distributed", "next_number", "resolve_groups"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=10)
 
@@ -113,12 +113,35 @@ def _store_of_this_attempt(timeout: timedelta) -> dist.Store | None:
     return dist.PrefixStore(f"fsdplite/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
+def forgotten_group() -> ConfigError | None:
+    """The error of a rank that torchrun has started beside others, and that has joined no process group; else None."""
+    rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if not (rank.isdecimal() and world_size.isdecimal() and int(world_size) > 1):
+        return None
+    if dist.is_available() and dist.is_initialized():
+        return None
+    return ConfigError(
+        f"no process group is initialised, and this is one of {world_size} ranks that a launcher has started: each would "
+        "train a model of its own, and they would save over each other",
+        expected="a process group of all ranks",
+        found=f"RANK={rank} and WORLD_SIZE={world_size} in the environment, and no group",
+        rank=int(rank),
+        cure="call `device = fsdp.init_distributed()` on every rank before; for a world of one rank start with plain "
+        "python, or remove RANK and WORLD_SIZE from the environment",
+    )
+
+
 def resolve_groups(mesh: Any, stage: Stage) -> Groups:
     """Groups for a mesh argument: None, a ProcessGroup, or a 1-D or 2-D DeviceMesh.
+
+    Raises:
+        ConfigError: The mesh cannot be used, or None was given and the ranks of a launcher have joined no group.
 
     Collective: creates the control group at its first use for a set of ranks; every rank of the mesh must call it.
     """
     if mesh is None:
+        if (forgotten := forgotten_group()) is not None:
+            raise forgotten
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return Groups(rank=dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
         mesh = dist.group.WORLD

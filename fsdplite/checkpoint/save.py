@@ -12,6 +12,7 @@ from torch import nn
 
 from .. import events
 from ..errors import CheckpointError, ConfigError
+from ..groups import forgotten_group
 from ..user_warning import warn_user
 from . import background as background_saves
 from . import catalog, snapshot
@@ -67,12 +68,16 @@ def save_checkpoint(
     Raises:
         CheckpointError: With rank, phase, path and errno of the failure.
         RankMismatchError: Ranks brought different things.
+        ConfigError: An argument cannot be used; or no process group is initialised, and this is not the first of the
+            ranks that a launcher has started.
 
     Collective: every rank of the model's mesh must call it. Messages go through the process group's store; their
     size does not depend on the model. Buffers, and parameters that no unit owns, are rank 0's.
 
     Memory: one block of 3 MiB; with ``background`` a copy of this rank's part, kept for the next save.
     """
+    if (forgotten := forgotten_group()) is not None and forgotten.rank:  # what rank 0 alone saves is the whole of it
+        raise forgotten
     world = world_of(model)
     agreement = Agreement(world, "save_checkpoint")
     save = _Save(agreement, root)
