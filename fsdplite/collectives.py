@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from .errors import CollectiveError
 from .groups import Groups
+from .patience import is_waiting, waits_no_more
 from .watchdog import Waiting, diagnose, watch
 
 __all__ = ["Pending", "all_gather", "all_reduce", "broadcast", "control_all_gather", "reduce_scatter"]
@@ -47,10 +48,13 @@ class Pending:
         work, self._work = self._work, None
         if work is None:
             return
+        is_waiting(self._groups, self._waiting)
         try:
             work.wait()
         except RuntimeError as failure:
             raise diagnose(self._groups, self._waiting, failure) from failure
+        finally:
+            waits_no_more()
 
     def drain(self) -> None:
         """Wait without a report, for clean-up after an error: the memory may be freed afterwards."""
