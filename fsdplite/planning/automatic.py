@@ -29,6 +29,7 @@ from .blueprint import Named
 from .boundaries import blocks_of, classes_of, ways_to_wrap
 from .prediction import Plan, answer, apart
 from .question import DEFAULTS, Question, ask
+from .report import planned_for
 from .timeline import Timeline, simulate
 from .topology import Link, Topology
 
@@ -103,6 +104,7 @@ class Choice:
             times = (f"{seconds * 1e3:,.2f} ms" for seconds in (candidate.step_s, candidate.timeline.exposed_s))
             table.add_row(candidate.describe(), *times, format_bytes(candidate.peak_bytes), mark)
         console = Console(file=io.StringIO(), width=80, color_system=None, force_terminal=False, highlight=False)
+        console.print(planned_for(self.best.plan), markup=False)
         console.print(table)
         console.print(self._reason(), markup=False)
         return console.file.getvalue()
@@ -115,10 +117,9 @@ class Choice:
             return f"wrapping by block is best of {len(self.considered)} ways{verdict}"
         time = f"{100 * (best.step_s / base.step_s - 1):+.1f}% time" if base.step_s else "no time to compare"
         memory = f"{100 * (best.peak_bytes / base.peak_bytes - 1):+.1f}% memory"
-        why = ""
-        if self.budget_bytes is not None and base.peak_bytes > self.budget_bytes:
-            why = ", which does not fit the budget"
-        return f"against wrapping by block: {time}, {memory}{why}; {len(self.considered)} ways were simulated{verdict}"
+        base_fits = self.budget_bytes is None or base.peak_bytes <= self.budget_bytes
+        by_block = "wrapping by block" if base_fits else "wrapping by block, which does not fit the budget"
+        return f"beside {by_block}: {time}, {memory}; {len(self.considered)} ways were simulated{verdict}"
 
 
 class Auto(Policy):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import unit_label
 from ..events import Trace, format_bytes
+from .report import planned_for
 
 if TYPE_CHECKING:
     from .measurement import Comparison
@@ -49,8 +50,7 @@ def as_page(
     """The text of the file."""
     question = plan.question
     head = (
-        f"{plan.numel:,} parameters in {len(plan.units)} units, stage {question.stage} over {question.world_size} "
-        f"ranks ({question.device}), {escape(plan.optimizer)}. At most <b>{format_bytes(plan.peak_bytes)}</b> on rank "
+        f"{plan.numel:,} parameters in {len(plan.units)} units, {escape(planned_for(plan))}. At most <b>{format_bytes(plan.peak_bytes)}</b> on rank "
         f"{question.rank}, in {escape(plan.peak_phase)} at unit {escape(unit_label(plan.peak_unit))}."
     )
     head += "".join(f" {escape(note[0].upper() + note[1:])}." for note in plan.notes)

@@ -16,7 +16,34 @@ if TYPE_CHECKING:
     from .blueprint import PlannedUnit
     from .prediction import Plan
 
-__all__ = ["as_dict", "as_table"]
+__all__ = ["as_dict", "as_table", "planned_for"]
+
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+_OPTIMIZERS = {"none": "no optimizer", "<lambda>": "an optimizer of a function"}
+
+
+def planned_for(plan: Plan) -> str:
+    """What the numbers hold for: ranks, stage, precision, optimizer and kind of device."""
+    question = plan.question
+    replicas, shards = question.mesh
+    ranks = f"{question.world_size:,} rank" + "s" * (question.world_size != 1)
+    ranks += f" ({replicas} replicas of {shards})" if replicas > 1 else ""
+    optimizer = _OPTIMIZERS.get(plan.optimizer, plan.optimizer)
+    return f"planned for {ranks}, stage {question.stage}, {_precision(plan)}, {optimizer}, on {question.device}"
+
+
+def _precision(plan: Plan) -> str:
+    """The dtype of the computation, the model's own ones if no other is asked for, and that of reductions if given."""
+    precision = plan.question.precision
+    own = {flat.dtype for unit in plan.units for flat in unit.flats}
+    computed = own if precision.param_dtype is None else {precision.param_dtype}
+    text = " and ".join(sorted(map(_short, computed))) or "no dtype"
+    return text if precision.reduce_dtype is None else f"{text} (reduced in {_short(precision.reduce_dtype)})"
+
+
+def _short(dtype: Any) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return _SHORT.get(name, name)
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
@@ -62,10 +89,10 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 def as_table(plan: Plan, width: int = 80) -> str:
     """Units, memory by phase and traffic, in ``width`` columns. Equal units that follow each other share a row."""
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, highlight=False)
-    for title, table in (("", _units(plan)), ("between steps", _resting(plan)), ("in a step", _peaks(plan)),
+    console.print(planned_for(plan), markup=False)
+    for title, table in (("units", _units(plan)), ("between steps", _resting(plan)), ("in a step", _peaks(plan)),
                          ("on the wire, per step and rank", _traffic(plan))):  # fmt: skip
-        if title:
-            console.print(f"\n{title}", markup=False)
+        console.print(f"\n{title}", markup=False)
         console.print(table)
     console.print()
     console.print(_verdict(plan), markup=False)
@@ -141,12 +168,9 @@ def _traffic(plan: Plan) -> Table:
 
 def _verdict(plan: Plan) -> str:
     question = plan.question
-    replicas, shards = question.mesh
-    ranks = f"{question.world_size} ranks" + (f" ({replicas} replicas of {shards})" if replicas > 1 else "")
     padding = f"{100 * plan.padding_numel / plan.numel:.2f}% padding" if plan.numel else "no parameters"
     text = (
-        f"{len(plan.units)} units, {plan.numel:,} parameters, {padding}, stage {question.stage} over {ranks} "
-        f"({question.device}): at most {format_bytes(plan.peak_bytes)} on rank {question.rank}, in {plan.peak_phase} "
-        f"at unit {unit_label(plan.peak_unit)}"
+        f"{len(plan.units)} units, {plan.numel:,} parameters, {padding}: at most "
+        f"{format_bytes(plan.peak_bytes)} on rank {question.rank}, in {plan.peak_phase} at unit {unit_label(plan.peak_unit)}"
     )
     return "; ".join([text, *plan.notes])

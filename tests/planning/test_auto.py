@@ -119,6 +119,16 @@ def test_links_decide() -> None:
     assert near.options["policy"] is not None and near.best.peak_bytes < far.best.peak_bytes
 
 
+def test_it_says_what_it_planned_for() -> None:
+    small = " ".join(str(choose("big embedding")).split())  # wrapping by block is too large there, the choice is not
+    assert "beside wrapping by block, which does not fit the budget: " in small
+    alone = fsdp.auto(inputs=torch.ones(2, 8)).choose(nn.Linear(8, 8))
+    assert str(alone).startswith("planned for 1 rank, stage 3, fp32, AdamW, on cuda\n")
+    asked = fsdp.auto(inputs=torch.ones(2, 8), mesh=(2, 32), precision="bf16", optimizer=None, stage=2)
+    first = str(asked.choose(nn.Linear(8, 8))).splitlines()[0]
+    assert first == "planned for 64 ranks (2 replicas of 32), stage 2, bf16, no optimizer, on cuda"
+
+
 def test_as_a_policy_it_chooses_the_units() -> None:
     build, batch, told = MODELS["big embedding"]
     policy = fsdp.auto(inputs=batch, world_size=2, device="cpu", **told)

@@ -229,7 +229,9 @@ def test_table_fits_in_eighty_columns_and_json_holds_everything() -> None:
                      inputs=torch.zeros(2, 32, dtype=torch.long))  # fmt: skip
     text = str(plan)
     assert max(map(len, text.splitlines())) <= 80
-    assert "blocks.0 to 11, each" in text and "all-gather" in text and "16 ranks" in text
+    assert "blocks.0 to 11, each" in text and "all-gather" in text and "together" in text
+    assert text.startswith("planned for 16 ranks, stage 3, fp32, AdamW, on cuda\n")
+    assert "in 13 units, planned for 16 ranks, stage 3, fp32, AdamW, on cuda. At most" in plan.to_html()
     values = json.loads(json.dumps(plan.to_dict()))
     assert values["peak_bytes"] == plan.peak_bytes and len(values["units"]) == 13
     assert sum(values["peaks"]["backward"]["parts"].values()) == values["peaks"]["backward"]["bytes"]
