@@ -172,6 +172,25 @@ def test_help_lists_what_exists(capsys: pytest.CaptureFixture) -> None:
     assert main(["prity", "x:y"]) == 2
 
 
+@pytest.mark.parametrize(
+    "arguments, command, meant",
+    [
+        (["plan", "x:y", "--polcy", "X"], "plan", "--polcy (did you mean '--policy'?)"),
+        (["parity", "x:y", "--presicion=bf16"], "parity", "--presicion (did you mean '--precision'?)"),
+        (["doctor", "--qick"], "doctor", "--qick (did you mean '--quick'?)"),
+        (["migrate", "train.py", "--jason"], "migrate", "--jason (did you mean '--json'?)"),
+        (["ckpt", "diff", "a", "b", "--ignroe", "x"], "ckpt diff", "--ignroe (did you mean '--ignore'?)"),
+        (["--versoin"], "", "--versoin (did you mean '--version'?)"),
+        (["ckpt", "ls", "a", "b"], "ckpt ls", "not expected: b"),
+    ],
+)
+def test_a_misspelled_option(arguments: list[str], command: str, meant: str, capsys: pytest.CaptureFixture) -> None:
+    """The command that was meant says so, with its own usage."""
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: fsdplite {command}".rstrip() + " ") and meant in said
+
+
 def test_targets_may_be_attributes_of_attributes() -> None:
     assert load_target("parity_models:Block.forward").__name__ == "forward"
     with pytest.raises(UsageError):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from ..version import __version__
 from . import ckpt, doctor, migrate, parity, plan
+from .arguments import Parser
 
 __all__ = ["main"]
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 fine, 1 a problem was found, 2 the command was not used right.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="fsdplite",
         description="Fully sharded data parallel training for PyTorch: tools for the command line.",
         epilog="exit codes: 0 fine, 1 a problem was found, 2 usage",
