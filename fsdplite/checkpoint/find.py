@@ -5,17 +5,19 @@ A path is a root, which stands for its latest published step, or the directory o
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 
 from ..errors import CheckpointError, ConfigError, did_you_mean
 from .catalog import PUBLISHED, RANK_FILE, WORKING, defect, load_manifest, published, published_itself
 from .manifest import MANIFEST, step_directory
-from .storage import FileSystem
+from .storage import FileSystem, is_url
 
-__all__ = ["find_step", "locate"]
+__all__ = ["cure_of_missing", "find_step", "locate", "roots_below"]
 
 _ROOTS_LOOKED_AT = 20
+_LEVELS_LOOKED_AT = 3
 
 
 def find_step(fs: FileSystem, path: str, step: int | str) -> str:
@@ -128,25 +130,44 @@ def _nothing(fs: FileSystem, path: str, what: str) -> CheckpointError:
         cure = f'load them with fsdp.load_safetensors(model, "{path}")'
     else:
         why = "no step-<n> is in it"
-        if roots := _roots_below(fs, path, names):
-            cure = "one level down there are some: give " + " or ".join(roots)
+        if roots := roots_below(fs, path, names):
+            cure = f"one level down there are some: give {_listed(roots)}"
     return CheckpointError(f"{what} here: {why}", found=found or None, phase="find", path=path, cure=cure)
 
 
 def _missing(fs: FileSystem, path: str, what: str) -> CheckpointError:
-    above, name = os.path.split(path)
-    try:
-        beside = fs.list(above)
-    except OSError:
-        beside = []
-    cure = f"give the root that save_checkpoint was given{did_you_mean(name, beside)}"
-    steps = [manifest.step for _, manifest in published(fs, above)] if beside and PUBLISHED.fullmatch(name) else []
+    problem = f"{what} here: there is no such directory"
+    return CheckpointError(problem, phase="find", path=path, cure=cure_of_missing(fs, path))
+
+
+def cure_of_missing(fs: FileSystem, path: str) -> str:
+    """What to give in place of a directory that is not there: a root above it or beside it, or one with such a name."""
+    above, beside = path, []
+    for _ in range(_LEVELS_LOOKED_AT):
+        above, name = os.path.split(above)
+        if is_url(path) and not is_url(above):
+            break  # above the root of its file system
+        with contextlib.suppress(OSError):
+            beside = fs.list(above)
+            break
+    if MANIFEST in beside and published_itself(fs, above) is not None:
+        return f"give the checkpoint itself, {above}"
+    steps = [manifest.step for _, manifest in published(fs, above)] if beside else []
+    if steps and PUBLISHED.fullmatch(name):
+        return f"the steps in {above} are {', '.join(map(str, steps[-10:]))}"
     if steps:
-        cure = f"the steps in {above} are {', '.join(map(str, steps[-10:]))}"
-    return CheckpointError(f"{what} here: there is no such directory", phase="find", path=path, cure=cure)
+        return f"give the root, {above}: its latest step, {steps[-1]}, is what is loaded"
+    cure = f"give the root that save_checkpoint was given{did_you_mean(name, beside)}"
+    roots = roots_below(fs, above, beside)
+    return cure + (f"; in {above} there are {_listed(roots)}" if roots else "")
 
 
-def _roots_below(fs: FileSystem, path: str, names: list[str]) -> list[str]:
+def _listed(roots: list[str]) -> str:
+    return " or ".join(roots[:3]) + (f" and {len(roots) - 3} more" if len(roots) > 3 else "")
+
+
+def roots_below(fs: FileSystem, path: str, names: list[str]) -> list[str]:
+    """Those of the first names in a directory that are roots of checkpoints, as paths."""
     roots = []
     for name in names[:_ROOTS_LOOKED_AT]:
         try:
@@ -155,4 +176,4 @@ def _roots_below(fs: FileSystem, path: str, names: list[str]) -> list[str]:
             continue
         if any(PUBLISHED.fullmatch(inner) for inner in inside):
             roots.append(os.path.join(path, name))
-    return roots[:3]
+    return roots

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint.catalog import PUBLISHED, RANK_FILE, WORKING, defect, load_manifest, root_path
-from ..checkpoint.find import find_step
+from ..checkpoint.find import cure_of_missing, find_step, roots_below
 from ..checkpoint.manifest import MANIFEST, Manifest
 from ..checkpoint.remote import file_system
 from ..checkpoint.storage import FileSystem
@@ -48,7 +48,7 @@ def open_root(path: str) -> tuple[FileSystem, str, list[str]]:
     """A root's file system, its place, and the names in it."""
     fs, root, names = _open(path)
     if MANIFEST in names:
-        raise UsageError(f"'{root}' is one checkpoint; give the root, which is the directory above it")
+        raise UsageError(f"'{root}' is one checkpoint; give the root, {os.path.dirname(root)}, the directory above it")
     return fs, root, names
 
 
@@ -58,11 +58,7 @@ def _open(path: str) -> tuple[FileSystem, str, list[str]]:
     try:
         return fs, place, fs.list(place)
     except FileNotFoundError:
-        above = os.path.dirname(place)
-        raise UsageError(
-            f"there is no directory '{place}'\n  cure: give the root that save_checkpoint was given, or a step in it; "
-            f"'ls {above}' of the shell shows what is there"
-        ) from None
+        raise UsageError(f"there is no directory '{place}'\n  cure: {cure_of_missing(fs, place)}") from None
     except NotADirectoryError:
         raise UsageError(
             f"'{place}' is a file\n  cure: give a directory: the root of checkpoints, or one step-<n> in it"
@@ -93,7 +89,7 @@ def reason(problem: CheckpointError | OSError) -> str:
 
 def survey(fs: FileSystem, root: str, names: list[str]) -> list[Entry]:
     """Every name in a root: steps by number, then the others."""
-    steps, others, working = [], [], []
+    steps, others, working, strangers = [], [], [], []
     for name in names:
         path = os.path.join(root, name)
         if match := PUBLISHED.fullmatch(name):
@@ -101,7 +97,12 @@ def survey(fs: FileSystem, root: str, names: list[str]) -> list[Entry]:
         elif match := WORKING.fullmatch(name):
             working.append((name, path, int(match[1]), match[2]))
         else:
-            others.append(Entry(name, path, "stranger", why=_strange(name)))
+            strangers.append(name)
+    roots = [] if steps else roots_below(fs, root, strangers)
+    for name in strangers:
+        path = os.path.join(root, name)
+        why = f"a root of checkpoints itself: give {path}" if path in roots else _strange(name)
+        others.append(Entry(name, path, "stranger", why=why))
     published = {entry.step for entry in steps if entry.state == "published"}
     for name, path, step, purpose in working:
         if purpose == "replaced" and step not in published:

@@ -72,7 +72,9 @@ def test_a_version_set_aside_counts(tmp_path: Path, ckpt: Ckpt) -> None:
     "arguments, needle",
     [
         (["ls", "nothing"], "cure: give the root"),
-        (["ls", "run/step-1"], "the directory above it"),
+        (["ls", "run/step-1"], "/run, the directory above it"),
+        (["ls", "run/latest"], "/run: its latest step, 1,"),
+        (["inspect", "run/step-2"], "/run are 1"),
         (["inspect", "nothing"], "no directory"),
         (["inspect", "run/step-1/manifest.json"], "is a file"),
         (["inspect", "run/step-1", "--step", "1"], "leave --step out"),
@@ -96,6 +98,17 @@ def test_usage(
     monkeypatch.chdir(tmp_path)
     assert needle in ckpt(*arguments, code=2)
     assert not (tmp_path / "out").exists() and fsdp.latest_step("run") == 1
+
+
+def test_a_parent_of_roots_names_them(tmp_path: Path, ckpt: Ckpt) -> None:
+    for name in ("a", "b"):
+        save_plain(tmp_path / name, w=torch.ones(2))
+    (tmp_path / "notes").mkdir()
+    whys = {entry["name"]: entry["why"] for entry in ckpt("ls", tmp_path, "--json")["entries"]}
+    assert whys["notes"] == "is not named step-<n>"
+    assert all(whys[name] == f"a root of checkpoints itself: give {tmp_path / name}" for name in ("a", "b"))
+    assert f"give {tmp_path / 'a'} or {tmp_path / 'b'}" in ckpt("inspect", tmp_path, code=1)
+    assert f"there are {tmp_path / 'a'} or {tmp_path / 'b'}" in ckpt("inspect", tmp_path / "c", code=2)
 
 
 def test_a_step_that_is_not_there(tmp_path: Path, ckpt: Ckpt) -> None:

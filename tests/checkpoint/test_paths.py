@@ -87,6 +87,10 @@ def test_places_without_a_checkpoint(root, tmp_path):
     told = {
         root.parent / "kk": ("no such directory", "did you mean 'k'"),
         root / "step-6": ("no such directory", f"steps in {root} are 5, 10"),
+        root / "latest": ("no such directory", f"give the root, {root}: its latest step, 10,"),
+        root / "a" / "b": ("no such directory", f"give the root, {root}: "),
+        root / "step-5" / "model": ("no such directory", f"give the checkpoint itself, {root / 'step-5'}"),
+        root.parent / "other": ("no such directory", f"in {root.parent} there are {root}"),
         tmp_path / "empty": ("is empty",),
         tmp_path / "notes": ("a.txt", "no step-<n>"),
         tmp_path / "out": ("weights alone", "load_safetensors"),
