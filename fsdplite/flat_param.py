@@ -20,6 +20,7 @@ from .collectives import Pending, all_gather
 from .errors import ParameterUseError
 from .flat_spec import FlatSpec
 from .gradient import PendingGrad, ShardedGrad
+from .gradient_part import GradientPart
 from .gradient_buffer import GradientBuffer
 from .gradient_hooks import PostAccumulateHooks, leaf_hook
 from .groups import Groups
@@ -354,7 +355,7 @@ class FlatParameter:
         """``p.grad = value``: None, or a tensor of this rank's slice."""
         user = self.users[index]
         with engine_access():
-            if value is not None and type(value) is torch.Tensor and value.shape == torch.Tensor.size(user):
+            if type(value) in (torch.Tensor, GradientPart) and value.shape == torch.Tensor.size(user):
                 gradient = value.as_subclass(ShardedGrad)
                 gradient._fsdp_ref = weakref.ref(self)
                 gradient._fsdp_index = index

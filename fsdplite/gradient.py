@@ -1,6 +1,7 @@
 """Gradients of sharded parameters, as users and torch's own utilities see them.
 
-A :class:`ShardedGrad` is a plain tensor in everything but norms: a norm of a slice is not the norm of the gradient.
+A :class:`ShardedGrad` is a plain tensor in everything but norms: a norm of a slice is not the norm of the gradient (and
+one taken by hand brings a warning, see :mod:`fsdplite.gradient_part`).
 ``torch.nn.utils.clip_grad_norm_`` stays right: the norms it takes come back as :class:`PartialNorm`, which only
 the final norm over all of them can turn into a number, with one all-reduce.
 """
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from .collectives import all_reduce
 from .errors import ConfigError, GradientError
+from .gradient_part import part_of, watch_reduction
 from .groups import Groups
 from .local_slice import COPIES, NORMS, engine_access, read_grad
 from .watchdog import Waiting
@@ -58,7 +60,8 @@ class ShardedGrad(torch.Tensor):
             result = func(*args, **kwargs)
             if name in COPIES or (name == "__get__" and func.__self__.__name__ == "data"):
                 return _like(result, args[0])
-            return result
+        watch_reduction(name, args, kwargs, result)
+        return part_of(result, args, name)
 
 
 _PENDING_METADATA = {

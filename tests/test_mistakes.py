@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import fsdplite as fsdp
+from fsdplite import gradient_part
 from fsdplite.errors import ConfigError
+from tests.harness import assert_close, expect_loud, gather, run
 
 
 @pytest.fixture
@@ -44,3 +52,104 @@ def test_ranks_that_joined_no_group_do_not_save_over_each_other(
     fsdp.save_checkpoint(tmp_path, model, step=1)
     monkeypatch.setenv("RANK", "1")
     assert fsdp.load_checkpoint(tmp_path, model).step == 1
+
+
+def gradients_of_two_layers() -> list[torch.Tensor]:
+    """A weight of 18 elements, which two ranks hold parts of, a bias and another weight."""
+    model = fsdp.fsdp_wrap(nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 1, bias=False)), fsdp.by_class(nn.Linear))
+    model(torch.ones(2, 6)).sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+BY_HAND: dict[str, Callable[[list[torch.Tensor]], Any]] = {
+    "square": lambda grads: (grads[0] ** 2).sum(),
+    "abs": lambda grads: grads[0].abs().max(),
+    "mean": lambda grads: grads[0].mean(),
+    "std": lambda grads: torch.std(grads[0], False),
+    "dot": lambda grads: grads[0] @ grads[0],
+    "product": lambda grads: torch.sum(grads[0].detach() * grads[0], dtype=torch.float64),
+    "cat": lambda grads: torch.cat([g.flatten() for g in grads]).norm(),
+    "float": lambda grads: torch.linalg.vector_norm((0.5 * grads[0]).double()),
+}
+NOT_MEANT: dict[str, Callable[[list[torch.Tensor]], Any]] = {
+    "comparison": lambda grads: (torch.isfinite(grads[0]).all(), (grads[0] > 0).sum(), (grads[0] == 0).any()),
+    "along a dimension": lambda grads: (grads[0] ** 2).sum(dim=0),
+    "elements": lambda grads: grads[0].mul_(0.5) * 2 + torch.maximum(grads[0], grads[0]),
+    "shown": lambda grads: (repr(grads[0]), str(grads[0] ** 2)),
+}
+
+
+def warned_by(call: Callable[[], Any]) -> list[warnings.WarningMessage]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [w for w in caught if "gradient of parameter" in str(w.message)]
+
+
+def reductions_by_hand() -> None:
+    gradient_part._warned = False  # as in a new process
+    grads = gradients_of_two_layers()
+    for name, call in NOT_MEANT.items():
+        assert not warned_by(lambda call=call: call(grads)), name
+    for name, call in BY_HAND.items():
+        gradient_part._warned = False
+        plain = [g.as_subclass(torch.Tensor).clone() for g in grads]
+        assert torch.equal(call(grads), call(plain)), name
+        gradient_part._warned = False
+        (warning,) = warned_by(lambda call=call: [call(grads) for _ in range(2)])
+        assert warning.filename == __file__ and warning.category is UserWarning, name
+        for needle in ("'0.weight'", "this rank's part", f"{grads[0].numel()} of 18", "clip_grad_norm_", "fsdp.full_grad"):
+            assert needle in str(warning.message), (name, needle)
+
+
+def test_reductions_of_gradients_by_hand_bring_one_warning() -> None:
+    run(2, reductions_by_hand)
+
+
+def whole_gradients(stage: int) -> None:
+    """Where this rank holds all of it the number is right."""
+    gradient_part._warned = False
+    model = fsdp.fsdp_wrap(nn.Linear(6, 3), stage=stage)
+    model(torch.ones(2, 6)).sum().backward()
+    for p in model.parameters():
+        assert not warned_by(lambda p=p: (p.grad**2).sum())
+
+
+def test_reductions_of_whole_gradients_bring_none() -> None:
+    run(1, whole_gradients, 3)
+    run(2, whole_gradients, 0)
+
+
+def parts_are_plain_tensors() -> None:
+    """What arithmetic made of a gradient is assigned, copied, stored and combined as before."""
+    gradient_part._warned = False
+    model = fsdp.fsdp_wrap(nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(2, 6)).sum().backward()
+    before = gather(model)
+    weight = model.weight
+    half = weight.grad * 0.5
+    expected = weight.grad.as_subclass(torch.Tensor) * 0.5
+    file = io.BytesIO()
+    torch.save({"half": half}, file)
+    file.seek(0)
+    for same in (torch.load(file)["half"], copy.deepcopy(half)):
+        assert type(same) is torch.Tensor and torch.equal(same, expected)
+    assert nn.Parameter(half).requires_grad and torch.equal(torch.zeros(1).to(half), torch.zeros(1))
+    expect_loud(lambda: half + weight, "full_params")
+    assert torch.equal(half * weight.grad, expected * expected * 2)
+    half += 1
+    half -= 1
+    weight.grad = half
+    assert type(weight.grad) is type(model.bias.grad)
+    with torch.no_grad():
+        model.bias.add_(model.bias.grad * -1.0)
+    model.bias.grad = None
+    optimizer.step()
+    after = gather(model)
+    assert_close(after["weight"], before["weight"] - 0.5 * 2.0)  # two rows of ones in each rank's batch
+    assert_close(after["bias"], before["bias"] - 2.0)
+
+
+def test_what_arithmetic_makes_of_a_gradient_is_used_as_before() -> None:
+    run(2, parts_are_plain_tensors)
