@@ -19,6 +19,7 @@ tensors by their bits, parameter groups (matched by their members), the optimize
 For floating tensors that differ: how many elements, the first of them, and the largest absolute difference.
 The step's number, world size, mesh and date are shown and are no difference. Memory: two blocks of 3 MiB and buffers.
 """
+_STATE = "optimizer/"
 _EPILOG = """\
 examples:
   fsdplite ckpt diff runs/a/step-100 runs/b/step-100
@@ -79,8 +80,25 @@ def _text(document: dict[str, Any], found: list[Difference], every: bool) -> str
         side = document[letter]
         text += f"{letter.upper()}: {escaped(side['path'])}, step {side['step']}, {side['world_size']} rank(s)\n"
     if found:
-        ordered = sorted(found, key=lambda d: (d.kind == "values", -(d.details.get("largest_difference") or 0.0)))
-        text += "\n" + table(["name", "difference"], [[d.name, d.what] for d in ordered], every, "differences") + "\n"
+        rows = [[d.name, d.what] for d in sorted(found, key=_place)] if every else _folded(sorted(found, key=_place))
+        text += "\n" + table(["name", "difference"], rows, every, "differences") + "\n"
     equal, compared = document["tensors_equal"], document["tensors_compared"]
     text += f"{equal} of {compared} tensors in both are equal, bit for bit; "
     return text + (f"{len(found)} difference(s)\n" if found else "nothing else differs\n")
+
+
+def _place(difference: Difference) -> tuple[bool, bool, float]:
+    """Structure before values, weights before the optimizer's state, then the largest difference first."""
+    is_state = difference.name.startswith(_STATE)
+    return difference.kind == "values", is_state, -(difference.details.get("largest_difference") or 0.0)
+
+
+def _folded(found: list[Difference]) -> list[list[str]]:
+    """Rows of name and difference; a scalar of the optimizer that differs alike for many parameters is one row."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for difference in found:
+        is_scalar = difference.kind == "setting" and difference.name.startswith(_STATE)
+        name = f"{_STATE}*/{difference.name.rpartition('/')[2]}" if is_scalar else difference.name
+        alike.setdefault((name, difference.what), []).append(difference.name)
+    return [[name, f"{what}, for {len(names)} parameters"] if len(names) > 1 else [names[0], what]
+            for (name, what), names in alike.items()]  # fmt: skip

@@ -217,6 +217,10 @@ def test_trained_further(tmp_path: Path, ckpt: Ckpt) -> None:
         assert details["first"] == int((a[name] != b[name]).reshape(-1).nonzero()[0])
     texts = {d["name"]: d["what"] for d in found["differences"] if d["kind"] == "setting"}
     assert texts == {f"optimizer/{n}/step": "1 in A, 3 in B" for n in ("0.weight", "0.bias", "2.weight", "2.bias")}
+    rows = ckpt("diff", tmp_path / "a", tmp_path / "b", code=1).partition("difference\n")[2].splitlines()
+    assert " ".join(rows[0].split()) == "optimizer/*/step 1 in A, 3 in B, for 4 parameters"
+    assert {row.split()[0] for row in rows[1:5]} == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert "optimizer/0.bias/step" in ckpt("diff", tmp_path / "a", tmp_path / "b", "--all", code=1)
 
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
