@@ -87,14 +87,15 @@ def parity_on_ranks(*arguments: str) -> subprocess.CompletedProcess:
 def test_one_rank_agrees(target: str, capsys: pytest.CaptureFixture) -> None:
     assert main(["parity", target, "--policy", "by_class:Block", "--bitwise"]) == 0
     out = capsys.readouterr().out
-    assert "0.linear.weight" in out and "equal bits" in out
+    assert "6 of 6 tensors are equal, parameter and gradient" in out and "all 12 comparisons within equal bits" in out
+    assert "0.linear.weight" not in out and len(out.splitlines()) == 3
     assert max(map(len, out.splitlines())) <= 80
 
 
 def test_a_broken_model_is_found(capsys: pytest.CaptureFixture) -> None:
     assert main(["parity", "parity_models.py:broken", "--policy", "by_class:Broken"]) == 1
     out = capsys.readouterr().out
-    assert "DIFFERS" in out and "beyond tolerance" in out
+    assert "DIFFERS" in out and "beyond tolerance" in out and "1.weight" in out
 
 
 def test_json(capsys: pytest.CaptureFixture) -> None:

@@ -194,7 +194,8 @@ def _print_table(report: Any, args: argparse.Namespace) -> None:
     by_name: dict[str, dict[str, Any]] = {}
     for row in report.differences:
         by_name.setdefault(row.name, {})[row.kind] = row
-    worst_first = sorted(by_name.values(), key=lambda pair: -max(row.relative for row in pair.values()))
+    apart = [pair for pair in by_name.values() if not all(row.passed and row.difference == 0 for row in pair.values())]
+    worst_first = sorted(apart, key=lambda pair: -max(row.relative for row in pair.values()))
     table = Table(box=None, pad_edge=False, collapse_padding=True, padding=(0, 2, 0, 0))
     table.add_column("tensor", overflow="fold", min_width=12)
     table.add_column("shape", overflow="fold", min_width=6)
@@ -208,9 +209,12 @@ def _print_table(report: Any, args: argparse.Namespace) -> None:
         table.add_row(parameter.name, shape, _amount(parameter), _amount(gradient), verdict)
     console.print(f"largest absolute difference after {report.steps} steps on {report.world_size} rank(s), stage "
                   f"{args.stage}, {args.precision}", markup=False)  # fmt: skip
-    console.print(table)
+    if apart:
+        console.print(table)
     if len(worst_first) > _SHOWN_ROWS:
         console.print(f"and {len(worst_first) - _SHOWN_ROWS} more tensors, none of them further apart")
+    if equal := len(by_name) - len(apart):
+        console.print(f"{equal} of {len(by_name)} tensors are equal, parameter and gradient")
     failed = sum(not row.passed for row in report.differences)
     asked = "equal bits" if args.bitwise else "tolerance"
     total = len(report.differences)
