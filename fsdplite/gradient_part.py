@@ -90,10 +90,10 @@ def watch_reduction(name: str, args: tuple, kwargs: dict, result: Any, others: A
     flat, index = source._fsdp_ref(), source._fsdp_index
     low, high = flat.layout.local_range(index, flat.groups.shard_rank)
     warn_user(
-        f"'{name}' of the gradient of parameter '{flat.names[index]}' is the number of this rank's part of it ({high - low} "
-        f"of {flat.layout.slots[index].numel} elements), and another one on each rank: for the norm over all ranks use "
-        "model.clip_grad_norm_(max_norm), for one whole gradient fsdp.full_grad(model, name). If the part is what you "
-        "mean, nothing is wrong (this is said once)"
+        f"'{name}' of the gradient of parameter '{flat.names[index]}' is the number of this rank's part of it "
+        f"({high - low} of {flat.layout.slots[index].numel} elements), and another one on each rank: for the norm over all "
+        "ranks use model.clip_grad_norm_(max_norm), for one whole gradient fsdp.full_grad(model, name). If the part is "
+        "what you mean, nothing is wrong (this is said once)"
     )
 
 

@@ -121,8 +121,8 @@ def forgotten_group() -> ConfigError | None:
     if dist.is_available() and dist.is_initialized():
         return None
     return ConfigError(
-        f"no process group is initialised, and this is one of {world_size} ranks that a launcher has started: each would "
-        "train a model of its own, and they would save over each other",
+        f"no process group is initialised, and this is one of {world_size} ranks that a launcher has started: each "
+        "would train a model of its own, and they would save over each other",
         expected="a process group of all ranks",
         found=f"RANK={rank} and WORLD_SIZE={world_size} in the environment, and no group",
         rank=int(rank),

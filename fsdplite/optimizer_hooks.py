@@ -29,6 +29,7 @@ WHOLE_TENSOR_OPTIMIZERS = {"Adafactor", "Muon", "LBFGS", "Shampoo", "Distributed
 _SPARSE_GRADIENT_OPTIMIZERS = {"SparseAdam"}
 
 _checked: weakref.WeakSet = weakref.WeakSet()
+_state_fits: weakref.WeakSet = weakref.WeakSet()  # looked at since it was loaded
 _exempt: weakref.WeakSet = weakref.WeakSet()
 _stepping: list[Any] = []
 _flipped: list[torch.Tensor] = []
@@ -72,12 +73,15 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
         return None
     if optimizer not in _checked:
         _check_kind(optimizer, sharded[0])
-        if not hasattr(optimizer, "state_to_fill"):  # an offloaded optimizer checks what it is given
-            _check_state(optimizer, sharded)
         _warn_not_offloaded(optimizer, sharded[0])
         optimizer.register_state_dict_post_hook(_guard_saved_state)
         optimizer.register_load_state_dict_pre_hook(_accept_saved_state)
+        optimizer.register_load_state_dict_post_hook(_state_fits.discard)
         _checked.add(optimizer)
+    if optimizer not in _state_fits:
+        if not hasattr(optimizer, "state_to_fill"):  # an offloaded optimizer checks what it is given
+            _check_state(optimizer, sharded)
+        _state_fits.add(optimizer)
     _check_gradients(sharded)
     _check_others(optimizer, sharded)
     _stepping.append(optimizer)
@@ -287,7 +291,7 @@ def _check_state(optimizer: Any, sharded: list[torch.Tensor]) -> None:
                     continue
                 if value.numel() != 1 or (info.full_shape.numel() == 1 and key != "step"):  # else a counter
                     raise ShardedAccessError(
-                        f"the optimizer's state '{key}' was made before wrapping, for the whole parameter",
+                        f"the optimizer's state '{key}' was made before wrapping, or by another run, for the whole parameter",
                         expected=f"shape {tuple(p.shape)}, this rank's slice",
                         found=f"shape {tuple(value.shape)}",
                         **info.where,

@@ -98,7 +98,8 @@ def reductions_by_hand() -> None:
         gradient_part._warned = False
         (warning,) = warned_by(lambda call=call: [call(grads) for _ in range(2)])
         assert warning.filename == __file__ and warning.category is UserWarning, name
-        for needle in ("'0.weight'", "this rank's part", f"{grads[0].numel()} of 18", "clip_grad_norm_", "fsdp.full_grad"):
+        part = f"this rank's part of it ({grads[0].numel()} of 18 elements)"
+        for needle in ("'0.weight'", part, "clip_grad_norm_", "fsdp.full_grad"):
             assert needle in str(warning.message), (name, needle)
 
 
@@ -153,3 +154,33 @@ def parts_are_plain_tensors() -> None:
 
 def test_what_arithmetic_makes_of_a_gradient_is_used_as_before() -> None:
     run(2, parts_are_plain_tensors)
+
+
+def state_of_a_plain_run() -> None:
+    """It is refused by the step after it was loaded, also when steps were taken before; the right one is taken."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plain = nn.Linear(6, 3)
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    step(plain, plain_optimizer)
+    model = fsdp.fsdp_wrap(nn.Linear(6, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        step(model, optimizer)
+        good = copy.deepcopy(optimizer.state_dict())
+        before = gather(model)
+        optimizer.load_state_dict(plain_optimizer.state_dict())
+        for _ in range(2):
+            expect_loud(lambda: step(model, optimizer), "exp_avg", "whole parameter", "(3, 6)", "load", "'weight'")
+        for name, value in gather(model).items():
+            assert_close(value, before[name])
+        optimizer.zero_grad()
+        optimizer.load_state_dict(good)
+
+
+def test_a_plain_runs_optimizer_state_is_refused_after_the_first_step_too() -> None:
+    run(2, state_of_a_plain_run)
