@@ -357,3 +357,21 @@ def test_names_are_followed_through_imports() -> None:
         (10, "change", "None"),
         (12, "none", ""),
     ]
+
+
+@pytest.mark.parametrize("handed", ["checkpoint_wrapper", "partial", "functools.partial(checkpoint_wrapper)"])
+def test_a_wrapper_that_is_handed_on_is_no_use_of_its_own(handed: str) -> None:
+    source = f"""
+    import functools
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as c
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
+    partial = functools.partial(checkpoint_wrapper, checkpoint_impl=c.CheckpointImpl.NO_REENTRANT)
+    c.apply_activation_checkpointing(model, checkpoint_wrapper_fn={handed}, check_fn=lambda m: isinstance(m, Layer))
+    c.apply_activation_checkpointing(model, offload_wrapper, lambda m: isinstance(m, Layer))
+    """
+    uses = [use for use in found(source) if handed == "partial" or use[0] != 5]
+    assert uses == [
+        (6, "change", "recompute=fsdp.by_class(Layer)"),
+        (7, "change", "recompute=fsdp.by_class(Layer)"),
+        (7, "none", ""),
+    ]

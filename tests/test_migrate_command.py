@@ -119,3 +119,18 @@ def test_it_imports_no_torch_and_writes_nothing(project: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1"}
     subprocess.run([sys.executable, "-c", source], check=True, env=environment, timeout=60, capture_output=True)
     assert sorted(project.rglob("*")) == before
+
+
+def test_a_mesh_to_make_comes_with_its_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    needed = "from torch.distributed.device_mesh import init_device_mesh"
+    strategy = "from torch.distributed.fsdp import FullyShardedDataParallel as F, ShardingStrategy as S\n"
+    source = strategy + "F(model, sharding_strategy=S.HYBRID_SHARD)\nF(model, sharding_strategy=S.FULL_SHARD)\n"
+    (tmp_path / "new.py").write_text(source, encoding="utf-8")
+    (tmp_path / "has.py").write_text(f"{needed}\n{source}", encoding="utf-8")
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"mics_shard_size": 8}}', encoding="utf-8")
+    said = {}
+    for name in ("new.py", "has.py", "ds.json"):
+        assert main(["migrate", "--json", str(tmp_path / name)]) == 0
+        (file,) = json.loads(capsys.readouterr().out)["files"]
+        said[name] = ["init_device_mesh(" in f["write"] and needed in f["notes"] for f in file["findings"]]
+    assert said["new.py"] == [True, False] and not any(said["has.py"]) and any(said["ds.json"])

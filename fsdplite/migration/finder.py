@@ -79,6 +79,7 @@ class _Finder:
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Call):
                 self._note_kind(node)
+                self._cover(node)
         waiting: list[ast.AST] = [self.tree]
         while waiting:
             node = waiting.pop()
@@ -106,6 +107,18 @@ class _Finder:
             and "loss" in one_line(call.args[0]).lower()  # a tensor's backward is given a gradient
         ):
             self.kinds[one_line(call.func.value)].append("DeepSpeed engine")
+
+    def _cover(self, call: ast.Call) -> None:
+        """What is handed to a call that speaks for it is done with, unless something in it has no counterpart."""
+        known = self._rule(call.func)
+        if known is None or not known[1].covers:
+            return
+        given, _ = bind_arguments(call, known[1].parameters, self.names)
+        handed = given.get(known[1].covers)
+        for part in () if handed is None else (handed, self.names.value(handed)):
+            rules = [self._rule(inner) for inner in ast.walk(part)]
+            if not any(rule is not None and rule[1].verdict == NONE for rule in rules):
+                self._finish(part)
 
     def _bind(self, call: ast.Call, kind: str) -> None:
         """What a call returns is assigned: alone, first of several, or by its index 0."""

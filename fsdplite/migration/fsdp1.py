@@ -216,7 +216,8 @@ CHECKPOINT_WRAPPER = Engine(
     ("torch.distributed.algorithms._checkpoint", "torch.distributed._composable"),
     (
         Rule("apply_activation_checkpointing", "recompute={check_fn!policy=@auto_wrap_policy}",
-             parameters="model checkpoint_wrapper_fn check_fn auto_wrap_policy", note=_RECOMPUTE_NOTE),
+             parameters="model checkpoint_wrapper_fn check_fn auto_wrap_policy", note=_RECOMPUTE_NOTE,
+             covers="checkpoint_wrapper_fn"),
         Rule("checkpoint_wrapper checkpoint", "recompute=fsdp.by_class(Block)", note=_RECOMPUTE_NOTE,
              parameters="module checkpoint_impl",
              arguments={"checkpoint_impl": Argument(values={"NO_REENTRANT": "", "REENTRANT": ""})}),

@@ -6,7 +6,7 @@ import ast
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from . import config_files, notebook
 from .finder import find
@@ -16,6 +16,7 @@ __all__ = ["FileReport", "Problem", "Report", "examine"]
 
 _SOURCES = (".py", ".pyi", ".pyw", "")
 _CONFIGS = (".json", ".yaml", ".yml")
+_MESH = "init_device_mesh"
 _LEFT_OUT = frozenset(("__pycache__", "node_modules", "site-packages"))
 _ENVIRONMENT_SIGNS = ("pyvenv.cfg", "conda-meta")
 
@@ -145,4 +146,13 @@ def _parts(path: str, data: bytes, suffix: str) -> list[FileReport]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a script's own invalid escapes
             found = {path: find(ast.parse(data))}
+    if _MESH.encode() not in data:
+        found = {where: [_with_import(finding) for finding in findings] for where, findings in found.items()}
     return [FileReport(where, tuple(findings)) for where, findings in found.items() if findings]
+
+
+def _with_import(finding: Finding) -> Finding:
+    """A counterpart that makes a mesh says where that function comes from."""
+    if _MESH + "(" not in finding.write:
+        return finding
+    return replace(finding, notes=(*finding.notes, f"from torch.distributed.device_mesh import {_MESH}"))

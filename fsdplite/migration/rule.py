@@ -76,6 +76,7 @@ class Rule:
         knows_all: ``parameters`` and ``arguments`` are all there are: any other argument is told of.
         by_receiver: For a method, patterns of the object's text and what to write in place of ``write``.
         makes: Kind of what a call returns, and of its first argument if that is changed in place.
+        covers: An argument of which this call's counterpart speaks too: what it names is not reported again.
     """
 
     names: str
@@ -91,6 +92,7 @@ class Rule:
     knows_all: bool = False
     by_receiver: Mapping[str, str] = field(default_factory=dict)
     makes: str = ""
+    covers: str = ""
 
 
 @dataclass(frozen=True)
