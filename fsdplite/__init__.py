@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .inspect import trace as trace
     from .planning.automatic import auto as auto
     from .planning.prediction import plan as plan
-    from .planning.timeline import simulate as simulate
+    from .planning.simulation import simulate as simulate
     from .planning.topology import Link as Link
     from .planning.topology import Topology as Topology
     from .offload.optimizer import offloaded as offloaded
@@ -76,7 +76,7 @@ _HOMES = {
     "plan": "planning.prediction",
     "recompute_within": "recompute.budget",
     "save_checkpoint": "checkpoint.save",
-    "simulate": "planning.timeline",
+    "simulate": "planning.simulation",
     "summary": "table",
     "trace": "inspect",
     "verify_checkpoint": "checkpoint.verify",

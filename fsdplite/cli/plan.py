@@ -100,7 +100,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _timeline(plan: Any) -> Any:
-    from ..planning.timeline import simulate
+    from ..planning.simulation import simulate
 
     return simulate(plan) if plan.has_activations else None
 

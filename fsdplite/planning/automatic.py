@@ -30,7 +30,8 @@ from .boundaries import blocks_of, classes_of, ways_to_wrap
 from .prediction import Plan, answer, apart
 from .question import DEFAULTS, Question, ask
 from .report import planned_for
-from .timeline import Timeline, simulate
+from .simulation import simulate
+from .timeline import Timeline
 from .topology import Link, Topology
 
 __all__ = ["Auto", "Choice", "auto"]

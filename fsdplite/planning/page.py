@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from ..errors import unit_label
+from ..errors import ConfigError, unit_label
 from ..events import Trace, format_bytes
+from .measurement import Comparison
 from .report import planned_for
+from .timeline import Span, Timeline
 
 if TYPE_CHECKING:
-    from .measurement import Comparison
     from .prediction import Plan
-    from .timeline import Span, Timeline
 
 __all__ = ["as_page"]
 
@@ -47,7 +47,19 @@ svg { width: 100%; height: auto; display: block; } svg text { font: 11px sans-se
 def as_page(
     plan: Plan, timeline: Timeline | None = None, comparison: Comparison | None = None, trace: Trace | None = None
 ) -> str:
-    """The text of the file."""
+    """The text of the file.
+
+    Raises:
+        ConfigError: A part is of another kind.
+    """
+    for name, given, kind, source in (
+        ("timeline", timeline, Timeline, "fsdp.simulate(plan)"),
+        ("comparison", comparison, Comparison, "plan.compare(model, step)"),
+        ("trace", trace, Trace, "fsdp.trace(model)"),
+    ):
+        if given is not None and not isinstance(given, kind):
+            raise ConfigError(f"{name} is not a {kind.__name__}", expected=f"what {source} returns, or None",
+                              found=repr(given))  # fmt: skip
     question = plan.question
     head = (
         f"{plan.numel:,} parameters in {len(plan.units)} units, {escape(planned_for(plan))}. At most <b>{format_bytes(plan.peak_bytes)}</b> on rank "

@@ -170,6 +170,9 @@ class Plan:
             timeline: Of :func:`fsdplite.simulate`.
             comparison: Of :meth:`compare`.
             trace: Of :func:`fsdplite.trace`, recorded in a real step.
+
+        Raises:
+            ConfigError: One of the three is something else.
         """
         return as_page(self, timeline, comparison, trace)
 
