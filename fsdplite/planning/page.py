@@ -62,7 +62,8 @@ def as_page(
                               found=repr(given))  # fmt: skip
     question = plan.question
     head = (
-        f"{plan.numel:,} parameters in {len(plan.units)} unit{'s' * (len(plan.units) != 1)}, {escape(planned_for(plan))}. At most <b>{format_bytes(plan.peak_bytes)}</b> on rank "
+        f"{plan.numel:,} parameters in {len(plan.units)} unit{'s' * (len(plan.units) != 1)}, {escape(planned_for(plan))}. "
+        f"At most <b>{format_bytes(plan.peak_bytes)}</b> on rank "
         f"{question.rank}, in {escape(plan.peak_phase)} at unit {escape(unit_label(plan.peak_unit))}."
     )
     head += "".join(f" {escape(note[0].upper() + note[1:])}." for note in plan.notes)

@@ -171,6 +171,7 @@ def _verdict(plan: Plan) -> str:
     padding = f"{100 * plan.padding_numel / plan.numel:.2f}% padding" if plan.numel else "no parameters"
     text = (
         f"{len(plan.units)} unit{'s' * (len(plan.units) != 1)}, {plan.numel:,} parameters, {padding}: at most "
-        f"{format_bytes(plan.peak_bytes)} on rank {question.rank}, in {plan.peak_phase} at unit {unit_label(plan.peak_unit)}"
+        f"{format_bytes(plan.peak_bytes)} on rank {question.rank}, in {plan.peak_phase} at unit "
+        f"{unit_label(plan.peak_unit)}"
     )
     return "; ".join([text, *plan.notes])
