@@ -84,13 +84,23 @@ class FSDPUnit:
             The global norm, a 0-d tensor (fp32; fp64 for fp64 gradients) with the same value on every rank.
 
         Raises:
+            ConfigError: An argument is no number.
             GradientError: A gradient is unreduced, because the last backward ran without synchronisation.
 
         Collective: one all-reduce of one element per distinct shard group. Every rank must call it.
         """
+        try:
+            max_norm, norm_type = float(max_norm), float(norm_type)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                "clip_grad_norm_ takes a number, the largest norm",
+                expected="a number, and another one or 'inf' as norm_type",
+                found=f"{type(max_norm).__name__} and {norm_type!r}",
+                cure="write model.clip_grad_norm_(1.0): it knows the model's parameters",
+            ) from None
         below = {id(p) for p in self.parameters()}
         ignored = [p for p in _own_state(self).schedule.ignored.parameters if id(p) in below]
-        return clip_grad_norm(_own_state(self), _units_below(self), ignored, float(max_norm), float(norm_type))
+        return clip_grad_norm(_own_state(self), _units_below(self), ignored, max_norm, norm_type)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As ``nn.Module.zero_grad``; also drops unreduced gradients, and full weights kept for a backward."""

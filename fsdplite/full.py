@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .arguments import expect_module
 from .collectives import all_gather, broadcast
 from .errors import ConfigError, FSDPError, did_you_mean
 from .flat_param import FlatParameter, owner_of
@@ -43,6 +44,7 @@ def full_params(module: nn.Module, writeback: bool = False, rank0_writes: bool =
     Collective: one all-gather per flat parameter; with ``rank0_writes`` one broadcast each on leaving. Every rank
     must enter and leave together.
     """
+    expect_module(module, 'fsdp.full_params(module); a module by its name is model.get_submodule("layers.0")')
     if rank0_writes and not writeback:
         raise ConfigError(
             "rank0_writes=True without writeback=True would throw the first rank's edits away",
@@ -157,6 +159,7 @@ def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
 
     Collective: one all-gather of the flat parameter's size over the shard group. Every rank must call it.
     """
+    expect_module(model, 'fsdp.full_grad(model, "layers.0.weight")')
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if name not in parameters:
         raise ConfigError("there is no such parameter", found=f"'{name}'" + did_you_mean(name, parameters))
@@ -201,6 +204,7 @@ def full_state_dict(
     Collective: one all-gather per flat parameter. Every rank must call it. Memory: one flat parameter on the device
     at a time.
     """
+    expect_module(model, "fsdp.full_state_dict(model)")
     keeps = True
     values: dict[tuple[int, int], torch.Tensor] = {}
     for m in model.modules():

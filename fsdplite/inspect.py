@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from . import events as tracing
+from .arguments import expect_module
 from .errors import FSDPError
 from .flat_param import FlatParameter
 from .fsdp_unit import state_of
@@ -38,6 +39,7 @@ class UnitInfo:
 
 def units(model: nn.Module) -> list[UnitInfo]:
     """The units of a model, in ``named_modules()`` order."""
+    expect_module(model, "units(model), summary(model) or trace(model)")
     found = []
     for module in model.modules():
         state = state_of(module)

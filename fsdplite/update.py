@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from .arguments import expect_module
 from .errors import FSDPError
 from .fsdp_unit import state_of
 from .keywords import known_keywords
@@ -18,6 +19,7 @@ def mark_updated(model: nn.Module) -> None:
     Optimizers, in-place updates of the parameters themselves, ``load_state_dict`` and ``full_params`` need no such
     call. Every rank must make it alike.
     """
+    expect_module(model, "fsdp.mark_updated(model)")
     states = [state for module in model.modules() if (state := state_of(module)) is not None]
     if not states:
         raise FSDPError("no module here is wrapped", cure="call mark_updated on a wrapped model")

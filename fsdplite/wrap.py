@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from . import optimizer_hooks
+from .arguments import expect_module
 from .collectives import broadcast
 from .control import FLAGS, exchange
 from .dynamo import hide_from_dynamo
@@ -88,8 +89,7 @@ def fsdp_wrap(
     Collective: every rank of the mesh must call it. One small check, then, with ``sync_params``, one broadcast per
     parameter and buffer. Memory: this rank's shards, plus one module's parameters at a time.
     """
-    if not isinstance(module, nn.Module):
-        raise ConfigError("fsdp_wrap takes a module", expected="an nn.Module", found=type(module).__name__)
+    expect_module(module, "fsdp.fsdp_wrap(model, policy)")
     row = stage_of(stage)
     groups = resolve_groups(mesh, row)
     failure = None

@@ -184,3 +184,28 @@ def state_of_a_plain_run() -> None:
 
 def test_a_plain_runs_optimizer_state_is_refused_after_the_first_step_too() -> None:
     run(2, state_of_a_plain_run)
+
+
+CALLS: dict[str, tuple[Callable[[nn.Module, Any, str], Any], str]] = {
+    "load, swapped": (lambda model, optimizer, root: fsdp.load_checkpoint(root, optimizer, model), "AdamW"),
+    "load, root last": (lambda model, _, root: fsdp.load_checkpoint(model, root), "str"),
+    "save, swapped": (lambda model, optimizer, root: fsdp.save_checkpoint(root, optimizer, model, step=1), "AdamW"),
+    "save, root last": (lambda model, _, root: fsdp.save_checkpoint(model, root, step=1), "str"),
+    "full_params": (lambda *_: fsdp.full_params("layers.0").__enter__(), "str"),
+    "full_state_dict": (lambda model, optimizer, _: fsdp.full_state_dict(optimizer), "AdamW"),
+    "full_grad": (lambda model, *_: fsdp.full_grad("weight", model), "str"),
+    "mark_updated": (lambda model, optimizer, _: fsdp.mark_updated(optimizer), "AdamW"),
+    "summary": (lambda model, optimizer, _: fsdp.summary(optimizer), "AdamW"),
+    "trace": (lambda model, optimizer, _: fsdp.trace(optimizer).__enter__(), "AdamW"),
+    "fsdp_wrap": (lambda *_: fsdp.fsdp_wrap(nn.Linear), "the class Linear"),
+    "clip_grad_norm_": (lambda model, *_: model.clip_grad_norm_(model.parameters(), 1.0), "generator"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_in_another_order_are_told_the_form_of_the_call(name: str, tmp_path: Path) -> None:
+    model = fsdp.fsdp_wrap(nn.Linear(2, 2))
+    call, found = CALLS[name]
+    with pytest.raises(ConfigError, match=f"found: {found}") as refused:
+        call(model, torch.optim.AdamW(model.parameters()), str(tmp_path))
+    assert name.split(",")[0] in refused.value.cure and not any(tmp_path.iterdir())

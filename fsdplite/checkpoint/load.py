@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..arguments import expect_module
 from ..errors import CheckpointError, RankMismatchError
 from ..user_warning import warn_user
 from . import background, catalog, model_state
@@ -79,12 +80,14 @@ def load_checkpoint(
         allow_cast: Allow casts that round (fp32 to bf16). Widening casts are exact and always allowed.
 
     Raises:
+        ConfigError: An argument cannot be used.
         CheckpointError: With everything that does not fit, or the file, tensor and chunk that is damaged.
 
     Collective for a wrapped model (messages through the store, small); a plain module loads as a world of one.
 
     Memory: one block of 3 MiB, and the optimizer's new state while it still has an old one.
     """
+    expect_module(model, "fsdp.load_checkpoint(root, model, optimizer)")
     agreement = Agreement(world_of(model) if is_wrapped(model) else alone(), "load_checkpoint")
     with agreement.open():
         background.settle()

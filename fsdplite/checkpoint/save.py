@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from .. import events
+from ..arguments import expect_module
 from ..errors import CheckpointError, ConfigError
 from ..groups import forgotten_group
 from ..user_warning import warn_user
@@ -76,6 +77,7 @@ def save_checkpoint(
 
     Memory: one block of 3 MiB; with ``background`` a copy of this rank's part, kept for the next save.
     """
+    expect_module(model, "fsdp.save_checkpoint(root, model, optimizer, step=step)")
     if (forgotten := forgotten_group()) is not None and forgotten.rank:  # what rank 0 alone saves is the whole of it
         raise forgotten
     world = world_of(model)
