@@ -22,6 +22,7 @@ from .norm import clip_grad_norm
 from .local_slice import info_of
 from .parameter import ShardedParameter
 from .unit import UnitState
+from .whole_values import prefixed_names
 
 __all__ = ["FSDPUnit", "become_unit", "state_of"]
 
@@ -123,7 +124,13 @@ class FSDPUnit:
                 "load_state_dict(assign=True) would replace the sharded parameters",
                 cure="leave assign=False: values are copied into the slices",
             )
-        return super().load_state_dict(state_dict, *args, **kwargs)
+        try:
+            return super().load_state_dict(state_dict, *args, **kwargs)
+        except RuntimeError as problem:
+            prefixed = prefixed_names(self, state_dict)
+            if prefixed is None or isinstance(problem, FSDPError):
+                raise
+            raise prefixed from problem
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``half``, ``cuda`` and the like: no-ops pass; a change is refused before anything has changed."""

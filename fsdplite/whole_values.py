@@ -11,16 +11,36 @@ from typing import Any
 import torch
 from torch import nn
 
+from .errors import ConfigError
 from .local_slice import LocalSlice, engine_access, info_of
 from .parameter import ShardedParameter
 
-__all__ = ["accept_whole_values"]
+__all__ = ["accept_whole_values", "prefixed_names"]
+
+_PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel and of torch.compile
 
 
 def accept_whole_values(module: nn.Module) -> None:
     """Let ``module`` load whole values of the parameters it holds itself."""
     if not any(hook.hook is _cut for hook in module._load_state_dict_pre_hooks.values()):
         module.register_load_state_dict_pre_hook(_cut)
+
+
+def prefixed_names(module: nn.Module, state_dict: Any) -> ConfigError | None:
+    """The error for a state dict that did not load, and is of a wrapper around such a module, else None."""
+    names = [name for name in state_dict if isinstance(name, str)]
+    prefix, rest = "", names
+    while rest and (found := next((p for p in _PREFIXES if all(name.startswith(p) for name in rest)), None)):
+        prefix, rest = prefix + found, [name.removeprefix(found) for name in rest]
+    own = dict(module.named_parameters(remove_duplicate=False))
+    if not prefix or not own.keys() & rest or own.keys() & names:
+        return None
+    return ConfigError(
+        f"all names of the state dict begin with '{prefix}': it is that of a wrapper around the model",
+        expected="the model's own names",
+        found=f"'{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else ""),
+        cure=f'model.load_state_dict({{name.removeprefix("{prefix}"): value for name, value in state.items()}})',
+    )
 
 
 def _cut(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

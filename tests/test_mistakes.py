@@ -209,3 +209,29 @@ def test_arguments_in_another_order_are_told_the_form_of_the_call(name: str, tmp
     with pytest.raises(ConfigError, match=f"found: {found}") as refused:
         call(model, torch.optim.AdamW(model.parameters()), str(tmp_path))
     assert name.split(",")[0] in refused.value.cure and not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_a_state_dict_of_a_wrapper_is_told_from_one_of_another_model(prefix: str) -> None:
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = fsdp.fsdp_wrap(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), fsdp.by_class(nn.Linear))
+    state = {prefix + name: value for name, value in plain.state_dict().items()}
+    with pytest.raises(ConfigError, match=f"begin with '{prefix}'") as refused:
+        model.load_state_dict(state)
+    eval(refused.value.cure, {"model": model, "state": state})  # the cure as it is printed
+    for name, value in gather(model).items():
+        assert torch.equal(value, plain.state_dict()[name])
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({prefix + "0.weight": state[prefix + "0.weight"], "0.bias": torch.zeros(2)})
+
+
+def test_a_module_that_takes_the_prefix_off_by_itself_may_do_so() -> None:
+    def strip(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        for name in list(state):
+            state[name.removeprefix("module.")] = state.pop(name)
+
+    model = nn.Linear(2, 2)
+    model.register_load_state_dict_pre_hook(strip)
+    fsdp.fsdp_wrap(model)
+    model.load_state_dict({"module.weight": torch.ones(2, 2), "module.bias": torch.zeros(2)})
+    assert torch.equal(gather(model)["weight"], torch.ones(2, 2))
