@@ -21,6 +21,7 @@ class Masters:
             a signal.
 
     Attributes:
+        addresses: Of the slices.
         vector: The shard, ``layout.shard_numel`` elements, if the slices are views of one.
     """
 
@@ -28,6 +29,7 @@ class Masters:
         self, slices: list[torch.Tensor], check: Callable[[], None], read: Callable[[torch.Tensor], None]
     ) -> None:
         self.slices = slices
+        self.addresses = [values.data_ptr() for values in slices]
         self.check = check
         self.vector: torch.Tensor | None = None
         self._read = read

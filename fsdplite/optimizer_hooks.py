@@ -160,6 +160,8 @@ def _take_back(flat: FlatParameter) -> list[tuple[FlatParameter, int, torch.Tens
     Returns:
         Values that cannot, with the index of their parameter.
     """
+    if [user.data_ptr() for user in flat.users] == flat.masters.addresses:  # one look at all: each step pays for it
+        return []
     unlike = []
     with engine_access(), torch.no_grad():
         for index, (user, slice_) in enumerate(zip(flat.users, flat.masters.slices)):
