@@ -117,6 +117,7 @@ def test_two_ranks_agree() -> None:
     assert all(row["difference"] == 0 for row in found["differences"])
 
 
+@pytest.mark.slow
 def test_two_ranks_differ() -> None:
     run = parity_on_ranks("parity_models:broken", "--policy", "by_class:Broken")
     assert run.returncode == 1, run.stdout + run.stderr

@@ -186,6 +186,7 @@ def test_options_train_alike(one_rank: list[dict], options: tuple[str, ...]) -> 
     assert len(found) == 2 and found == pytest.approx(losses(one_rank)[:2], rel=tolerance)
 
 
+@pytest.mark.slow
 def test_plain_output_is_one_line_per_interval() -> None:
     lines = launch("train_gpt.py", *TINY).splitlines()
     steps = [line for line in lines if line.startswith("step ")]

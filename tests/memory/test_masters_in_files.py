@@ -86,6 +86,7 @@ def test_bits_of_a_run_without(tmp_path: Any, world_size: int) -> None:
     run(world_size, for_each, [(str(tmp_path), *row) for row in rows], bits_body)
 
 
+@pytest.mark.slow
 def test_bits_on_a_hybrid_mesh(tmp_path: Any) -> None:
     rows = [(str(tmp_path), 3, "bf16", kind, {"clip": 0.5}, (2, 2)) for kind in ("AdamW", "SGD", "Adagrad")]
     run(4, for_each, rows, bits_body)

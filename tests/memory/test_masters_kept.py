@@ -67,6 +67,7 @@ def other_rank_body(folder: str, stage: int, offload: dict) -> None:
     optimizer.close()
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_on_another_rank_leaves_no_stale_mirror(tmp_path: Any) -> None:
     rows = [(str(tmp_path), stage, {"params": "cpu"}) for stage in (1, 2, 3)] + [(str(tmp_path), 3, {})]
     run(2, for_each, rows, other_rank_body)

@@ -194,6 +194,7 @@ def amsgrad_body(folder: str) -> None:
     both(folder, loop)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_groups_and_settings_that_change(tmp_path: Any, world_size: int) -> None:
     run(world_size, regrouped_body, str(tmp_path))

@@ -151,6 +151,7 @@ def body_of_buffers(blocks: tuple[type[nn.Module], ...]) -> None:
     for_each([(block, None, {"precision": low}) for block in (Scaled, Counting)], same_as_without)
 
 
+@pytest.mark.slow_from(2)
 @pytest.mark.parametrize(("world_size", "blocks"), [(1, WITH_BUFFERS), (2, (ScaledByAnother, OwnStatistics))])
 def test_buffers_that_a_block_writes(world_size: int, blocks: tuple[type[nn.Module], ...]) -> None:
     run(world_size, body_of_buffers, blocks)

@@ -63,6 +63,7 @@ def choose(name: str) -> Any:
     return fsdp.auto(inputs=batch, world_size=2, device="cpu", **told).choose(build)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_never_worse_than_by_block_by_its_own_measure(name: str) -> None:
     choice = choose(name)
@@ -129,6 +130,7 @@ def test_it_says_what_it_planned_for() -> None:
     assert first == "planned for 64 ranks (2 replicas of 32), stage 2, bf16, no optimizer, on cuda"
 
 
+@pytest.mark.slow
 def test_as_a_policy_it_chooses_the_units() -> None:
     build, batch, told = MODELS["big embedding"]
     policy = fsdp.auto(inputs=batch, world_size=2, device="cpu", **told)

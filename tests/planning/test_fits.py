@@ -96,6 +96,7 @@ def test_offload_is_advised_beside_a_device() -> None:
     assert not any("Offload" in remedy.text for remedy in refusal(plan.but(device="cpu"), 1024).remedies)
 
 
+@pytest.mark.slow
 def test_the_least_that_was_found_is_said(root_only: Plan) -> None:
     error = refusal(root_only, 1024)
     assert not error.remedies and "no combination" in str(error)

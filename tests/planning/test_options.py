@@ -142,6 +142,7 @@ def test_ignored_parameters_train_too(inputs: Tensor | None) -> None:
     assert (call.numel, call.dtype, call.ranks) == (64, torch.float64, 4)
 
 
+@pytest.mark.slow
 def test_auto_is_told_what_the_plan_is_for() -> None:
     """Far apart one unit is best, and on one rank nothing is far; so the choice depends on the plan's world."""
     far = fsdp.Topology(ranks_per_node=1, operator_s=0.0, inter=fsdp.Link(5e10, 1e-1))

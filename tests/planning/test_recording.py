@@ -43,6 +43,7 @@ def gpt() -> nn.Module:
     return GPT(3, 32, 500, 16, tied=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "build, inputs, precision, recordings",
     [(gpt, torch.zeros(2, 16, dtype=torch.long), None, 1), (gpt, torch.zeros(2, 16, dtype=torch.long), "bf16", 1),
@@ -65,6 +66,7 @@ def test_a_shared_fake_step_tells_what_one_of_its_own_does(
     assert compared >= 4
 
 
+@pytest.mark.slow
 def test_recomputation_and_a_policy_of_its_own() -> None:
     inputs = torch.zeros(2, 16, dtype=torch.long)
     by_block = fsdp.by_class(Block)

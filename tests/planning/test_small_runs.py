@@ -118,6 +118,7 @@ def ignored(microbatches: int) -> dict[str, Any]:
     return plan.compare(model, step).to_dict()["rows"]
 
 
+@pytest.mark.slow
 def test_averages_of_ignored_parameters_are_in_the_trace_and_in_the_plan() -> None:
     for microbatches in (1, 3):
         for rows in run(2, ignored, microbatches):
