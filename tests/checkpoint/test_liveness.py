@@ -14,7 +14,7 @@ from fsdplite.liveness import has_ended, identity
 from tests.checkpoint.parts import filled
 from tests.harness import expect_loud, here, run, run_together
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere nobody is known to have ended")
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: elsewhere nobody is known to have ended")
 PROGRAM = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("liveness", sys.argv[1])

@@ -371,7 +371,7 @@ def descriptors_body(folder: str) -> None:
     optimizer.close()
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are counted in /proc")
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc/self/fd, to count descriptors in")
 def test_a_held_state_takes_one_descriptor_per_file(tmp_path: Any) -> None:
     run(1, descriptors_body, str(tmp_path))
 
