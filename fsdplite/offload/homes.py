@@ -14,7 +14,7 @@ from ..flat_param import FlatParameter
 from ..local_slice import engine_access, read_grad
 from .master_region import MASTERS, MasterRegion
 from .options import Offload
-from .pieces import Chunk, Piece, chunk_numel_within, cut, piece_numel_within
+from .pieces import Chunk, Piece, by_parameter, chunk_numel_within, cut, piece_numel_within
 from .stores import DiskStore, HostStore, Store
 from .stream import Part
 from .update import Entry, Probed, Updater
@@ -121,11 +121,7 @@ class Home:
             store = DiskStore(numel, dtypes, str(offload.path), flat.groups.rank, contents)
         else:
             store = HostStore(numel, dtypes, offload.pin and flat.device.type == "cuda")
-        pieces: dict[int, list[Piece]] = {}
-        for chunk in chunks:
-            for piece in chunk.pieces:
-                pieces.setdefault(piece.index, []).append(piece)
-        return _Room(store, probed, chunks, chunk_numel, piece_numel, pieces)
+        return _Room(store, probed, chunks, chunk_numel, piece_numel, by_parameter(chunks))
 
     def widen(self, probed: Probed) -> None:
         """Reserve regions for further kinds of state; what there is moves into the new store, or stays if that fails.

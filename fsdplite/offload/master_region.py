@@ -13,7 +13,7 @@ from ..flat_param import FlatParameter
 from ..masters import Masters
 from .files import aligned_bytes
 from .options import Offload
-from .pieces import Chunk, Piece
+from .pieces import Chunk, by_parameter
 from .stores import DiskStore
 
 __all__ = ["MASTERS", "MasterRegion"]
@@ -53,12 +53,8 @@ class MasterRegion:
 
     def _rest_in(self, store: DiskStore, chunks: list[Chunk]) -> None:
         flat = self._flat
-        pieces: dict[int, list[Piece]] = {}
-        for chunk in chunks:
-            for piece in chunk.pieces:
-                pieces.setdefault(piece.index, []).append(piece)
         slices = [torch.empty(0, dtype=flat.dtype, device="cpu") for _ in flat.users]
-        for index, of_it in pieces.items():
+        for index, of_it in by_parameter(chunks).items():
             slices[index] = store.part_alone(MASTERS, of_it[0].place, of_it[-1].place_stop)
 
         def read(shard: torch.Tensor) -> None:

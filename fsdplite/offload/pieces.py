@@ -9,7 +9,7 @@ from typing import TypeVar
 from ..layout import FlatLayout
 from .files import BLOCK_BYTES
 
-__all__ = ["Chunk", "Piece", "batches", "chunk_numel_within", "cut", "piece_numel_within"]
+__all__ = ["Chunk", "Piece", "batches", "by_parameter", "chunk_numel_within", "cut", "piece_numel_within"]
 
 # Parameters are cut at multiples of this many elements from their start. Vectorised kernels treat a last part that
 # fills no vector in another way, which may round otherwise: it has to be the same elements as without cuts.
@@ -54,6 +54,15 @@ class Chunk:
     start: int
     stop: int
     pieces: list[Piece] = field(default_factory=list)
+
+
+def by_parameter(chunks: list[Chunk]) -> dict[int, list[Piece]]:
+    """The pieces of each parameter that has any, by its index, in order."""
+    pieces: dict[int, list[Piece]] = {}
+    for chunk in chunks:
+        for piece in chunk.pieces:
+            pieces.setdefault(piece.index, []).append(piece)
+    return pieces
 
 
 def chunk_numel_within(buffer_bytes: int, itemsize: int) -> int:
