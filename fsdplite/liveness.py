@@ -6,7 +6,7 @@ import os
 import socket
 from typing import Any
 
-__all__ = ["has_ended", "has_rank_ended", "identity", "register"]
+__all__ = ["has_ended", "has_rank_ended", "identity", "process_state", "register"]
 
 _KEY = "fsdplite/process/{}"  # of a rank of the default group
 
@@ -27,7 +27,7 @@ def identity() -> str:
     Empty where the system has no ``/proc``.
     """
     try:
-        return f"{_place()} {os.getpid()} {_state(os.getpid())[1]}"
+        return f"{_place()} {os.getpid()} {process_state(os.getpid())[1]}"
     except OSError:
         return ""
 
@@ -42,7 +42,7 @@ def has_ended(who: str) -> bool:
     except OSError:
         return False
     try:
-        state, since = _state(int(pid))
+        state, since = process_state(int(pid))
     except (FileNotFoundError, ProcessLookupError):
         return not _exists(int(pid))
     except OSError:
@@ -68,8 +68,12 @@ def _place() -> str:
     return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
-def _state(pid: int) -> tuple[str, str]:
-    """State, and start in ticks since the machine's."""
-    with open(f"/proc/{pid}/stat") as file:
+def process_state(pid: int) -> tuple[str, str]:
+    """State of a process, and its start in ticks since the machine's: its number may be that of another one by now.
+
+    Raises:
+        OSError: There is none, or the system has no ``/proc``.
+    """
+    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
         fields = file.read().rpartition(")")[2].split()  # the name before it may have anything in it
     return fields[0], fields[19]

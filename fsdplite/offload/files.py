@@ -24,6 +24,7 @@ import torch
 
 from ..errors import OffloadError
 from ..events import format_bytes
+from ..liveness import process_state
 from ..user_warning import warn_user
 
 __all__ = ["BLOCK_BYTES", "Leftover", "StateFile", "aligned_bytes", "leftovers", "padded", "warn_of_leftovers"]
@@ -120,10 +121,9 @@ def _is_alive(header: dict[str, Any]) -> bool:
 
 
 def _started(pid: int) -> int | None:
-    """When a process started, in the kernel's ticks: a process id may be that of another one by now."""
+    """When a process started, in the kernel's ticks; None where that cannot be known."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return int(file.read().rpartition(")")[2].split()[19])
+        return int(process_state(pid)[1])
     except (OSError, ValueError, IndexError):
         return None
 

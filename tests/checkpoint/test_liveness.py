@@ -85,3 +85,15 @@ def dies_at_the_end(root):
 def test_a_rank_that_dies_when_all_is_published_is_not_waited_for(tmp_path):
     run(2, dies_at_the_end, str(tmp_path), fresh=True, pg_timeout_s=60, timeout_s=20, absent={1})
     assert fsdp.latest_step(tmp_path) == 2
+
+
+def test_a_process_may_have_any_name():
+    with open("/proc/self/comm", "rb") as file:
+        before = file.read().strip()
+    try:
+        with open("/proc/self/comm", "wb") as file:
+            file.write(b"\xff) Z 1")
+        assert not has_ended(identity()) and identity().split()[1] == str(os.getpid())
+    finally:
+        with open("/proc/self/comm", "wb") as file:
+            file.write(before)
