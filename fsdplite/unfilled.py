@@ -9,7 +9,7 @@ from .errors import FSDPError
 from .flat_param import FlatParameter
 from .materialize import was_filled
 
-__all__ = ["Unfilled"]
+__all__ = ["Unfilled", "listed"]
 
 
 class Unfilled(dict[str, Any]):
@@ -59,7 +59,7 @@ class Unfilled(dict[str, Any]):
         if mixed:
             raise FSDPError(
                 "a load ended in the middle: the model holds a mixture of old and new values",
-                found=_listed(mixed),
+                found=listed(mixed),
                 parameter=mixed[0],
                 rank=rank,
                 cure="load again, and let no error of the load pass unseen",
@@ -68,7 +68,7 @@ class Unfilled(dict[str, Any]):
         if names:
             raise FSDPError(
                 "tensors built on the meta device were never filled",
-                found=_listed(names),
+                found=listed(names),
                 parameter=names[0],
                 rank=rank,
                 cure="give their modules a reset_parameters() that fills them, build them on a real device on the "
@@ -81,12 +81,13 @@ class Unfilled(dict[str, Any]):
         if lost:
             raise FSDPError(
                 "the masters of these parameters were lost with the file of the offloaded optimizer that held them",
-                found=_listed(lost),
+                found=listed(lost),
                 parameter=lost[0],
                 rank=rank,
                 cure="load a checkpoint: fsdp.load_checkpoint(root, model, optimizer)",
             )
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The first twenty, and how many more there are."""
     return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")

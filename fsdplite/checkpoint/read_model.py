@@ -10,6 +10,7 @@ import torch
 
 from .. import events
 from ..errors import CheckpointError, FSDPError
+from ..unfilled import listed
 from . import model_state
 from .agree import Agreement
 from .dtypes import ITEMSIZE
@@ -270,7 +271,7 @@ def refuse_unfilled(state: ModelState, missing: list[str]) -> None:
     if names:
         raise FSDPError(
             "tensors built on the meta device have no values after the load",
-            found=", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else ""),
+            found=listed(names),
             cure="give their module a reset_parameters() that fills them (no checkpoint holds non-persistent buffers), "
             "or build that module off the meta device",
         )
